@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pallas_kernels.ops.adam.api import adam
     from pallas_kernels.ops.adam.reference import AdamScalars, Moments
     from pallas_kernels.ops.gate.api import gated, gated_grad
+    from pallas_kernels.ops.gate.grouped import WeightedGradients, weighted_gate_grad
     from pallas_kernels.ops.gate.reference import Activation, Gated
     from pallas_kernels.ops.grouped_matmul.api import (
         group_tiles,
@@ -59,6 +60,7 @@ __all__ = [
     "NormTuning",
     "Normed",
     "Scaled",
+    "WeightedGradients",
     "adam",
     "dequantize_groups",
     "explain",
@@ -82,6 +84,7 @@ __all__ = [
     "quantize_tensor",
     "tensor_scales",
     "transpose",
+    "weighted_gate_grad",
 ]
 
 lazy.attach(
@@ -94,6 +97,7 @@ lazy.attach(
         "pallas_kernels.ops.adam.api": "adam",
         "pallas_kernels.ops.adam.reference": "AdamScalars Moments",
         "pallas_kernels.ops.gate.api": "gated gated_grad",
+        "pallas_kernels.ops.gate.grouped": "WeightedGradients weighted_gate_grad",
         "pallas_kernels.ops.gate.reference": "Activation Gated",
         "pallas_kernels.ops.grouped_matmul.api": "group_tiles grouped_matmul "
         "grouped_weight_gradient",

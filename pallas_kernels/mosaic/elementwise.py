@@ -31,14 +31,15 @@ from pallas_kernels.mosaic.codec import (
     strip_layout,
 )
 from pallas_kernels.mosaic.sink import Encoded, Sink
-from pallas_kernels.mosaic.strips import Encoding, Tuning, Walk
+from pallas_kernels.mosaic.strips import Blocks, Encoding, Tuning, Walk
 from pallas_kernels.numerics import GROUP, Scaled
 
 
 @functools.partial(
     jax.jit,
     static_argnames=(
-        *("fn", "name", "encoding", "more", "group", "parts", "apart", "tuning"),
+        *("fn", "name", "encoding", "more", "sums", "group", "parts", "apart"),
+        "tuning",
     ),
 )
 def run(
@@ -47,10 +48,12 @@ def run(
     scale: Float[Array, ""] | None = None,
     more_scale: Float[Array, ""] | None = None,
     after: Array | None = None,
+    blocks: Blocks | None = None,
     *,
     name: str,
     encoding: Encoding,
     more: Encoding | None = None,
+    sums: bool = False,
     group: int = GROUP,
     parts: int = 1,
     apart: bool = False,
@@ -61,32 +64,39 @@ def run(
     Args:
       fn: A function of strips. Its arguments are one strip per part of each operand, as
         stored: an array, or `Scaled`. It returns one float32 strip per part of the
-        values, and an additional strip if `more` is given. If codes are wanted without
-        a scale, it returns the codes themselves.
-      operands: Arrays [rows, parts, n], `Scaled` of such arrays, and scalars.
+        values, an additional strip if `more` is given, and a strip to sum up if `sums`
+        is. If codes are wanted without a scale, it returns the codes themselves.
+      operands: Arrays [rows, parts, n], `Scaled` of such arrays, and scalars. With
+        tiles also arrays [rows] with a number for each row.
       scale: The per-tensor scale of `row` and `transposed` codes, `value / scale`.
       more_scale: The same scale for `more`.
       after: An array that must be computed before the kernel runs. It is not read.
+      blocks: The blocks of rows, if there are tiles and rows are not read in order.
       name: The kernel's name in profiles.
       encoding: The outputs to write for the parts.
       more: The outputs to write for the additional value, if there is one.
+      sums: Whether to return sums of rows, in as many parts as the kernel chooses.
       group: The number of elements of a group, in operands and values.
       parts: The number of parts of the values.
       apart: Whether each part has outputs of its own, instead of all in one array.
       tuning: Tile sizes; None means the default.
 
     Returns:
-      The outputs for the parts, then the outputs for the additional value, if any.
+      The outputs for the parts, then the outputs for the additional value and the
+      sums, if any.
     """
     rows, _, n = jax.tree.leaves(operands)[0].shape
     tuning = tuning or Tuning()
     if more is not None:  # The parts use tiles if the additional value does.
         encoding = dataclasses.replace(encoding, tiles=encoding.tiles or more.tiles)
-    walk = Walk.of((rows, parts, n // group, group), encoding, tuning)
+    count = None if blocks is None else len(blocks.source)
+    walk = Walk.of((rows, parts, n // group, group), encoding, tuning, count)
     requests = [(encoding, 1)] * parts if apart else [(encoding, parts)]
     scales = [scale] * len(requests)
     if more is not None:
         requests, scales = [*requests, (more, 1)], [*scales, more_scale]
+    if sums:
+        requests, scales = [*requests, (Encoding(sums=True), 1)], [*scales, None]
     out_type = [outputs(each, walk, count) for each, count in requests]
     staged = encoding.tiles
 
@@ -96,15 +106,18 @@ def run(
         as_it_is = staged or x.shape[-1] != n
         return x if as_it_is else x.reshape(*x.shape[:-1], n // group, group)
 
-    def kernel(operands, scales, _, out, tiles, stages=None):
+    def kernel(operands, scales, _, blocks, out, tiles, stages=None):
         cta = lax.axis_index("cta")
-        places = walk.indices(cta)
+        places = walk.indices(cta, blocks)
+        valid = _valid(walk, cta, blocks)
         sinks = [
-            Sink(to, tiles[j], requests[j][0], None if scale is None else scale[0])
-            for j, (to, scale) in enumerate(zip(out, scales, strict=True))
+            Sink(to, tile, each, None if scale is None else scale[0], valid)
+            for to, tile, (each, _), scale in zip(
+                out, tiles, requests, scales, strict=True
+            )
         ]
         if staged:
-            load, ahead = stages.strips(operands, walk, cta), 1
+            load, ahead = stages.strips(operands, walk, cta, blocks), 1
         else:
             # All strips are loaded before the first one is computed, so that their
             # latencies overlap.
@@ -119,10 +132,10 @@ def run(
             for sink, (_, count) in zip(sinks, requests, strict=True):
                 sink.put(itertools.islice(values, count), index_of)
         for sink in sinks:
-            sink.finish(walk, cta)
+            sink.finish(walk, cta, blocks=blocks)
 
     @jax.custom_batching.sequential_vmap
-    def launch(operands, scales, after):
+    def launch(operands, scales, after, blocks):
         scratch = {"tiles": [scratch_of(each, walk, count) for each, count in requests]}
         if staged:
             scratch["stages"] = Stages.of(operands, walk)
@@ -140,12 +153,24 @@ def run(
                 # The kernel loads from no memory that it stores to.
                 unsafe_no_auto_barriers=True,
             ),
-        )(operands, scales, after)
+        )(operands, scales, after, blocks)
         return out
 
     scales = [None if x is None else view(jnp.asarray(x)) for x in scales]
-    out = launch(jax.tree.map(view, operands), scales, after)
+    out = launch(jax.tree.map(view, operands), scales, after, blocks)
     return [_reshaped(x, (rows, -1, n)) for x in out]
+
+
+def _valid(walk: Walk, cta: Array, blocks: Blocks | None) -> Array | None:
+    """Returns bits that are set for a strip's codes in its block; None for all."""
+    if blocks is None or blocks.count is None:
+        return None
+    shape = walk.strip_rows, walk.group
+    layout = strip_layout(shape)
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+    count = jnp.broadcast_to(blocks.count[lax.div(cta, walk.across)], shape)
+    # Mosaic computes with bits of bytes, and with nothing else of them.
+    return jnp.where(row < count, jnp.int32(-1), jnp.int32(0)).astype(jnp.int8)
 
 
 def _reshaped(out: Encoded, shape: tuple[int, ...]) -> Encoded:
@@ -180,8 +205,11 @@ def outputs(
         wide=like(encoding.wide),
         groups=in_groups,
         row=like(encoding.row),
-        transposed=like(encoding.transposed, (parts, groups * group, rows)),
+        transposed=like(
+            encoding.transposed, (parts, groups * group, walk.transposed_columns)
+        ),
         maxima=like(jnp.float32 if encoding.maxima else None, (ctas or walk.ctas,)),
+        sums=like(jnp.float32 if encoding.sums else None, (walk.across, rows)),
     )
 
 
@@ -213,10 +241,10 @@ def tile_of(dtype: DTypeLike, walk: Walk) -> Any:
     # swizzled against bank conflicts.
     if size > 1:
         width = math.gcd(128 // size, columns, walk.groups * walk.group)
-        transforms = (
-            plgpu.TilingTransform((8, width)),
-            plgpu.SwizzleTransform(width * size),
-        )
+        transforms = (plgpu.SwizzleTransform(width * size),)
+        # Tiles of 8 rows would begin at multiples of 8, and blocks begin at any row.
+        if walk.blocks is None:
+            transforms = (plgpu.TilingTransform((8, width)), *transforms)
     return plgpu.SMEM((walk.strip_rows, columns), dtype, transforms=transforms)
 
 
@@ -237,12 +265,14 @@ class Stages(NamedTuple):
         barrier = plgpu.Barrier(num_arrivals=sum(map(len, tiles)))
         return cls(tiles, barrier)
 
-    def strips(self, operands: Any, walk: Walk, cta: Array) -> list[Callable]:
+    def strips(
+        self, operands: Any, walk: Walk, cta: Array, blocks: Blocks | None = None
+    ) -> list[Callable]:
         """Starts the copies and returns one function per strip that loads it.
 
         Each function yields what `_loaded` returns.
         """
-        row, group = walk.start(cta)
+        row, group = walk.start(cta, blocks)
         rows = pl.ds(row, walk.strip_rows)
         columns = pl.ds(group * walk.group, walk.columns * walk.group)
         elements = [jax.tree.leaves(operand)[0] for operand in operands]
@@ -257,18 +287,33 @@ class Stages(NamedTuple):
             else []
             for x in operands
         ]
+        of_rows = [
+            _of_rows(x.at[rows], (walk.strip_rows, walk.group))
+            if x.shape == (walk.rows,)
+            else None
+            for x in elements
+        ]
         plgpu.barrier_wait(self.barrier)
         loads = [[strips_of(tile) for tile in tiles] for tiles in self.tiles]
 
         def strips(j):
-            for x, of_parts, of_groups in zip(elements, loads, scales, strict=True):
+            for x, of_parts, of_groups, of_row in zip(
+                elements, loads, scales, of_rows, strict=True
+            ):
                 if not of_parts:
-                    yield x[0]
+                    yield x[0] if of_row is None else of_row
                 for i, load in enumerate(of_parts):
                     strip = load[j]()
                     yield Scaled(strip, of_groups[i][j]) if of_groups else strip
 
         return [functools.partial(strips, j) for j in range(walk.strips)]
+
+
+def _of_rows(ref: Any, shape: tuple[int, int]) -> Array:
+    """Loads a number for each row of a strip of `shape`."""
+    layout = strip_layout(shape)
+    of_lanes = plgpu.load(ref, layout=layout.reduce(1), optimized=False)
+    return plgpu.layout_cast(lax.broadcast_in_dim(of_lanes, shape, (0,)), layout)
 
 
 def _scales(ref: Any, start: Array, walk: Walk) -> list[Array]:

@@ -15,7 +15,7 @@ from pallas_kernels.mosaic.codec import (
     encode_groups,
     largest_of,
 )
-from pallas_kernels.mosaic.strips import Encoding, Walk
+from pallas_kernels.mosaic.strips import Blocks, Encoding, Walk
 from pallas_kernels.numerics import GROUP, normal
 
 
@@ -27,16 +27,35 @@ class Encoded(NamedTuple):
     row: Any = None  # [rows, parts, n]
     transposed: Any = None  # [parts, n, rows]
     maxima: Any = None  # [thread blocks]
+    sums: Any = None  # [thread blocks of a row, rows]
 
 
 class Sink:
-    """Encodes values strip by strip and writes them."""
+    """Encodes values strip by strip and writes them.
 
-    def __init__(self, out: Encoded, scratch: Iterable, encoding: Encoding, scale):
+    Args:
+      out: The outputs.
+      scratch: Tiles in shared memory, per part.
+      encoding: What to write.
+      scale: The per-tensor scale of codes, or None.
+      valid: Bytes with all bits set for a strip's codes in the transposed copy, and
+        zeros for codes in whose place there are zeros; None if there are none.
+    """
+
+    def __init__(
+        self,
+        out: Encoded,
+        scratch: Iterable,
+        encoding: Encoding,
+        scale: Array | None,
+        valid: Array | None = None,
+    ):
         self._out = out
         self._scratch = list(scratch)
         self._encoding = encoding
         self._scale = scale
+        self._valid = valid
+        self._sums = None
         self._tiles = {}  # A tile's strips by (part, name), until it is complete.
         self._largest = None
 
@@ -47,6 +66,10 @@ class Sink:
 
     def _put(self, value, i, index):
         out, encoding = self._out, self._encoding
+        if encoding.sums:
+            value = jnp.sum(value, axis=1)
+            self._sums = value if self._sums is None else self._sums + value
+            return
         if encoding.maxima:
             largest = jnp.abs(value)
             if self._largest is not None:
@@ -88,16 +111,30 @@ class Sink:
     def _transpose(self, codes, i):
         written = self._tiles.setdefault((i, "transposed"), [])
         to = self._scratch[i].transposed.at[pl.ds(len(written) * GROUP, GROUP)]
+        if self._valid is not None:
+            codes = lax.bitcast_convert_type(codes, jnp.int8) & self._valid
+            codes = lax.bitcast_convert_type(codes, self._encoding.transposed)
         # A lane holds 16 codes of one row and stores them as a column, byte by byte.
         bytes_of_lane = plgpu.layout_cast(codes, plgpu.Layout.TCGEN05_TMEM_NATIVE(1))
         mosaic.store(to.transpose((1, 0)), bytes_of_lane)
         written.append(None)
 
-    def finish(self, walk: Walk, cta: Array, first_part: Array | int = 0) -> None:
-        """Writes the amax and the tiles of a thread block.
+    def finish(
+        self,
+        walk: Walk,
+        cta: Array,
+        first_part: Array | int = 0,
+        blocks: Blocks | None = None,
+    ) -> None:
+        """Writes the amax, the sums and the tiles of a thread block.
 
         The first part is part `first_part` of the outputs.
         """
+        row, group = walk.start(cta, blocks)
+        rows = pl.ds(row, walk.strip_rows)
+        if self._sums is not None:
+            to = self._out.sums.at[lax.rem(cta, walk.across), rows]
+            mosaic.store(to, self._sums)
         if self._largest is not None:
             largest = largest_of([self._largest], self._encoding.wide)
             self._out.maxima[lax.axis_index("cta")] = largest
@@ -108,12 +145,11 @@ class Sink:
                 tile = getattr(self._scratch[i], name)
                 tile[...] = jnp.concatenate(strips, axis=1)
         plgpu.commit_smem()
-        row, group = walk.start(cta)
-        rows = pl.ds(row, walk.strip_rows)
         columns = pl.ds(group * walk.group, walk.columns * walk.group)
+        turned = columns, pl.ds(walk.column(cta), walk.strip_rows)
         for i, name in self._tiles:
             at = first_part + i
-            index = (at, columns, rows) if name == "transposed" else (rows, at, columns)
+            index = (at, *turned) if name == "transposed" else (rows, at, columns)
             to = getattr(self._out, name).at[index]
             plgpu.copy_smem_to_gmem(getattr(self._scratch[i], name), to)
         plgpu.wait_smem_to_gmem(0)

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from pallas_kernels.mosaic.codec import LANES
 from pallas_kernels.numerics import GROUP
@@ -51,6 +51,8 @@ class Encoding:
         `wide`.
       tiles: Whether thread blocks handle tiles through shared memory. Always true with
         a transposed copy.
+      sums: Whether to write the sums of rows, in float32, and nothing else. It needs
+        tiles.
     """
 
     wide: DTypeLike | None = None
@@ -60,9 +62,25 @@ class Encoding:
     denormals: bool = False
     maxima: bool = False
     tiles: bool = False
+    sums: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiles", self.tiles or self.transposed is not None)
+
+
+class Blocks(NamedTuple):
+    """Blocks of 128 rows that begin at any rows, and whose transposes lie side by side.
+
+    Blocks may overlap. What kernels write for a row must not depend on its block.
+
+    Attributes:
+      source: The first row of each block. Reads go beyond the last row of arrays.
+      count: The number of rows of each block in its transposed copy. Other columns of
+        128 are zeros. If None, all 128 rows are.
+    """
+
+    source: Int[Array, " blocks"]
+    count: Int[Array, " blocks"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +97,7 @@ class Walk:
       strip_rows: The number of rows of a strip.
       strip_groups: The number of groups in each row of a strip.
       strips: The number of strips of a thread block, which lie side by side.
+      blocks: The number of `Blocks` of rows, or None if rows are read in their order.
     """
 
     rows: int
@@ -87,9 +106,16 @@ class Walk:
     strip_rows: int
     strip_groups: int
     strips: int
+    blocks: int | None = None
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], encoding: Encoding, tuning: Tuning) -> "Walk":
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        encoding: Encoding,
+        tuning: Tuning,
+        blocks: int | None = None,
+    ) -> "Walk":
         """Chooses the strips for arrays of `shape`, [rows, parts, groups, group]."""
         rows, parts, groups, group = shape
         strips = max(tuning.elements // _VECTOR, 1)
@@ -108,6 +134,7 @@ class Walk:
             strip_rows=strip_rows,
             strip_groups=strip_groups,
             strips=min(strips, max(groups // strip_groups, 1)),
+            blocks=blocks,
         )
 
     @property
@@ -116,24 +143,45 @@ class Walk:
         return self.strips * self.strip_groups
 
     @property
+    def across(self) -> int:
+        """The number of thread blocks that a row's groups have."""
+        return -(-self.groups // self.columns)
+
+    @property
     def ctas(self) -> int:
         """The number of thread blocks."""
-        return -(-self.rows // self.strip_rows) * -(-self.groups // self.columns)
+        blocks = self.blocks
+        if blocks is None:
+            blocks = -(-self.rows // self.strip_rows)
+        return blocks * self.across
 
-    def start(self, cta: Array) -> tuple[Array, Array]:
+    @property
+    def transposed_columns(self) -> int:
+        """The number of columns of a transposed copy."""
+        return self.rows if self.blocks is None else self.blocks * self.strip_rows
+
+    def start(self, cta: Array, blocks: Blocks | None = None) -> tuple[Array, Array]:
         """Returns a thread block's first row and first group."""
-        across = -(-self.groups // self.columns)
-        row = jnp.minimum(
-            lax.div(cta, across) * self.strip_rows, self.rows - self.strip_rows
-        )
+        block = lax.div(cta, self.across)
+        if blocks is None:
+            row = jnp.minimum(block * self.strip_rows, self.rows - self.strip_rows)
+        else:
+            row = blocks.source[block]
         group = jnp.minimum(
-            lax.rem(cta, across) * self.columns, self.groups - self.columns
+            lax.rem(cta, self.across) * self.columns, self.groups - self.columns
         )
         return row, group
 
-    def indices(self, cta: Array) -> list[Callable]:
+    def column(self, cta: Array) -> Array:
+        """Returns a thread block's first column in the transposed copy."""
+        column = lax.div(cta, self.across) * self.strip_rows
+        if self.blocks is None:
+            column = jnp.minimum(column, self.rows - self.strip_rows)
+        return column
+
+    def indices(self, cta: Array, blocks: Blocks | None = None) -> list[Callable]:
         """Returns one function per strip, from a part to the strip's array index."""
-        row, first = self.start(cta)
+        row, first = self.start(cta, blocks)
 
         def place(i, group):
             return _span(row, self.strip_rows), i, _span(group, self.strip_groups)

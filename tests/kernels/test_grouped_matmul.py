@@ -170,6 +170,17 @@ def test_transposes_have_groups_at_multiples_of_128(sizes):
 
 
 @every_implementation
+@pytest.mark.parametrize(("sizes", "n"), [([100, 0, 1, 155], 128), ([129, 3], 144)])
+def test_transposes_of_codes_are_identical(implementation, sizes, n):
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (256, n)).astype(np.uint8)  # NaNs among them.
+    codes = codes.view(NUMPY[E5M2])
+    transpose = pallas_kernels.grouped_transpose
+    y = kernels.run(implementation, transpose, codes, int32(sizes))
+    kernels.assert_identical(y, padded(codes, sizes))
+
+
+@every_implementation
 @pytest.mark.parametrize(
     ("sizes", "rows", "dtype", "codes"),
     [

@@ -15,7 +15,7 @@ from coat_jax.layers.experts.routing import (
     routed,
     router_logits,
 )
-from coat_jax.layers.experts.rows import Rows, sums_of_tokens
+from coat_jax.layers.experts.rows import Rows, sums_of_tokens, weights_of_rows
 from coat_jax.meshes import batch_shards, on_explicit_tokens
 
 
@@ -44,7 +44,7 @@ def experts_sum(
     rows = Rows.sorted_by_expert(ids, experts.num_groups)
     gate_up = product(h, params["gate_up"], rows, True)
     gate_up = gate_up.reshape(len(gate_up), 2, -1)
-    a = gated(gate_up, rows.of_choices(weights)[:, None])
+    a = gated(gate_up, weights_of_rows(weights, rows)[:, None])
     y = sums_of_tokens(product(a, params["down"], rows, False), rows)
     return y.astype(h.dtype), shares
 

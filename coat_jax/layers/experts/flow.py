@@ -3,8 +3,8 @@
 Forward quantizes the norm's output once, with a scale per token, and gathers codes into
 the order of experts. For backward it saves FP8 copies, in groups of 16, of the layer's
 input and of gate and up, and the routing: experts, weights and order of the rows. All
-else is computed again. Backward works on rows in which every expert begins at a
-multiple of 128, so that transposed codes fit the matmuls of weight gradients.
+else is computed again. The matmuls of weight gradients read transposed codes, in which
+every expert begins at a multiple of 128.
 
 The weight of a choice multiplies what `down` reads, not what it writes. So it is a part
 of a row's scale in forward, and its gradient is a sum over the products of the gate's
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.fp8.fused import ACTIVATIONS, STEEPEST
+from coat_jax.fp8.fused import STEEPEST
 from coat_jax.fp8.matmul import quantize_tensor, tensor_scales
 from coat_jax.layers.experts.products import (
     forward_product,
@@ -41,6 +41,7 @@ from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Activation, Scaled, numerics
 from pallas_kernels.dispatch import array_types
+from pallas_kernels.ops.grouped_matmul.tiles import BLOCK
 
 
 def experts_mlp(
@@ -79,7 +80,8 @@ def _shard(params, norm, gate, experts, x):
     logits = router_logits(norm.values(flat, params["norm"]), params["router"])
     ids = chosen_experts(logits, experts, params["router_bias"])
     weights, shares = routed(logits, ids, experts)
-    rows = Rows.sorted_by_expert(ids, experts.num_groups)
+    # The gate's backward kernel reads rows after the last expert's.
+    rows = Rows.sorted_by_expert(ids, experts.num_groups, padding=BLOCK)
     h_rows = jax.tree.map(rows.of_tokens, h)
     y = forward_product(h_rows, merged(params["gate_up"]), rows, x.dtype)
     y = y.reshape(len(y), 2, -1)
@@ -98,20 +100,25 @@ def _backward(norm, gate, experts, residuals, cotangents):
     params, groups, inner, (ids, weights, choice, sizes), scales = residuals
     (h_scale,), (a_scale,) = scales
     dy, dshares = cotangents
-    rows = Rows.of(choice, sizes, ids.shape).padded()
+    rows = Rows.of(choice, sizes, ids.shape)
     flat = dy.x.reshape(-1, dy.x.shape[-1])
     codes = quantize_tensor(flat, E5M2, copies="row", scale=dy.scale).row
     gradient = Scaled(rows.of_tokens(codes), dy.scale)
     da = input_gradient(gradient, params["down"], rows, flat.dtype)
-    d_gate_up, a, dweights = _gate_gradient(inner, da, weights, a_scale, gate, rows)
-    d_down = weight_gradient(transposed(gradient), a, rows, params["down"].dtype)
+    scale, inner_grads = _gate_gradient(inner, da, weights, a_scale, gate, rows)
+    a = Scaled(inner_grads.product, a_scale)
+    gradient = transposed(gradient, rows)
+    d_down = weight_gradient(gradient, a, rows, params["down"].dtype)
     gate_up = merged(params["gate_up"])
+    d_gate_up = Scaled(inner_grads.values.reshape(len(da), -1), scale)
     dh = rows.sums(input_gradient(d_gate_up, gate_up, rows, flat.dtype))
     h = kernels.norm(
         groups, params["norm"], kind=norm.kind, eps=norm.eps, scale=h_scale
     )
     h = Scaled(rows.of_tokens(h.y), h_scale)
-    dw = weight_gradient(transposed(d_gate_up), transposed(h), rows, gate_up.dtype)
+    d_gate_up = Scaled(inner_grads.transposed, scale)
+    dw = weight_gradient(d_gate_up, transposed(h, rows), rows, gate_up.dtype)
+    dweights = rows.to_choices(inner_grads.weights)
 
     def router(h, weight):
         return routed(router_logits(h, weight), ids, experts)
@@ -142,31 +149,22 @@ def _gate_gradient(
     a_scale: Float[Array, ""],
     gate: Activation,
     rows: Rows,
-) -> tuple[Scaled, Scaled, Float[Array, "tokens choices"]]:
+) -> tuple[Float[Array, ""], kernels.WeightedGradients]:
     """Computes gradients from `da`, the gradient of what `down` reads.
 
     Returns:
-      The gradient of gate and up [rows, 2 f], as E5M2 codes with a scale per tensor;
-      what `down` reads, as transposed E4M3 codes with `a_scale`; and the gradients of
-      the choices' weights.
+      The scale of the gradients of gate and up, per tensor, and these gradients as E5M2
+      codes, with what `down` reads and the gradients of the rows' weights.
     """
     groups, largest_scale = inner
-    gate_up = jax.tree.map(rows.of_unpadded, groups)
-    of_rows, wide = rows.of_choices(weights)[:, None], da.astype(jnp.float32)
-    numbers = _numbers(gate_up)
-    a = ACTIVATIONS[gate](numbers[:, 0]) * numbers[:, 1]
-    dweights = rows.to_choices(jnp.sum(wide * a, axis=1))
-    codes = numerics.encode(numerics.normal(a * of_rows), a_scale, E4M3.dtype)
-    da = (wide * of_rows).astype(da.dtype)
+    of_rows = rows.of_choices(weights)
+    largest = numerics.magnitude(da.astype(jnp.float32) * of_rows[:, None])
     # The amax of gate and up is at most the largest group scale times E4M3.max.
-    factors = largest_scale, kernels.maxima(da)
-    bound = kernels.Bound(factors, E4M3.max * STEEPEST[gate])
+    bound = kernels.Bound((largest_scale, largest[None]), E4M3.max * STEEPEST[gate])
     (scale,) = kernels.tensor_scales(bound, dtype=E5M2.dtype)
-    out = kernels.gated_grad(
-        gate_up, da, activation=gate, scale=scale, dtype=E5M2.dtype
-    )
-    d_gate_up = Scaled(out.values.reshape(len(da), -1), scale)
-    return d_gate_up, transposed(Scaled(codes, a_scale)), dweights
+    arrays = groups, da, of_rows, rows.sizes
+    scales = {"scale": scale, "product_scale": a_scale}
+    return scale, kernels.weighted_gate_grad(*arrays, **scales, activation=gate)
 
 
 def _numbers(groups: Scaled) -> Float[Array, "..."]:
@@ -177,6 +175,6 @@ def _numbers(groups: Scaled) -> Float[Array, "..."]:
     )
 
 
-def transposed(x: Scaled) -> Scaled:
-    """Returns transposed codes of padded rows, with their scale per tensor."""
-    return x._replace(codes=kernels.transpose(x.codes))
+def transposed(x: Scaled, rows: Rows) -> Scaled:
+    """Returns transposed codes of rows, with their scale per tensor."""
+    return x._replace(codes=kernels.grouped_transpose(x.codes, rows.sizes))

@@ -61,15 +61,14 @@ def weight_gradient(
       rows: The rows.
       dtype: The dtype of the weights.
     """
-    arrays = dy.codes, x.codes, rows.real_sizes, dy.scale, x.scale
+    arrays = dy.codes, x.codes, rows.sizes, dy.scale, x.scale
     dw = kernels.grouped_weight_gradient(*arrays, out_dtype=_stored(dtype))
     return dw.astype(dtype)
 
 
 def merged(w: Float[Array, "experts *out in"]) -> Float[Array, "experts n in"]:
     """Returns the weights of an expert as one matrix."""
-    # Without the barrier XLA transposes the weights to find the amax of each input.
-    return once(w.reshape(len(w), -1, w.shape[-1]))
+    return w.reshape(len(w), -1, w.shape[-1])
 
 
 def _grouped(x: Scaled, w: Scaled, rows: Rows, dtype: DTypeLike) -> Array:

@@ -134,9 +134,13 @@ class Routing(NamedTuple):
 def router_logits(
     h: Float[Array, "tokens h"], router: Float[Array, "experts h"]
 ) -> Float[Array, "tokens experts"]:
-    """Computes `h @ router.T` in float32."""
+    """Computes `h @ router.T` with the precision of float32.
+
+    On GPUs it is a sum of six BF16 matmuls, which takes a third of the time of float32.
+    """
     h, router = (x.astype(jnp.float32) for x in (h, router))
-    return jnp.tensordot(h, router, axes=(-1, -1), precision="highest")
+    precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+    return jnp.tensordot(h, router, axes=(-1, -1), precision=precision)
 
 
 def chosen_experts(

@@ -4,13 +4,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 import pallas_kernels as kernels
+from coat_jax.fp8.matmul import once
 from coat_jax.layers.experts.routing import group_sizes
 from pallas_kernels import GroupTiles
-from pallas_kernels.ops.grouped_matmul.tiles import BLOCK, ROWS
-from pallas_kernels.ops.grouped_matmul.transposed import pad_groups
+from pallas_kernels.ops.grouped_matmul.tiles import ROWS
 
 
 @jax.tree_util.register_dataclass
@@ -23,61 +24,38 @@ class Rows:
 
     Attributes:
       choice: The choice of each row, int32.
-      sizes: The number of rows of each expert, int32, with padding between experts.
-      real_sizes: The number of rows of each expert without padding.
+      sizes: The number of rows of each expert, int32.
       choices: The number of experts of a token.
       tokens: The number of tokens.
-      origin: The index of each padded row among rows without padding, and for padding
-        their number; None for rows without padding.
     """
 
     choice: Int[Array, " rows"]
     sizes: Int[Array, " experts"]
-    real_sizes: Int[Array, " experts"]
     choices: int = dataclasses.field(metadata={"static": True})
     tokens: int = dataclasses.field(metadata={"static": True})
-    origin: Int[Array, " rows"] | None = None
 
     @classmethod
-    def sorted_by_expert(cls, ids: Int[Array, "tokens choices"], groups: int) -> "Rows":
+    def sorted_by_expert(
+        cls, ids: Int[Array, "tokens choices"], groups: int, *, padding: int = 0
+    ) -> "Rows":
         """Sorts the choices of tokens by their experts `ids`; equal ones keep order.
 
-        Rows of padding follow, up to a multiple of 8, as the kernels need it.
+        At least `padding` rows of padding follow, up to a multiple of 8, as the kernels
+        need it.
         """
         choice = jnp.argsort(ids.reshape(-1), stable=True).astype(jnp.int32)
+        padding += -ids.size % ROWS
+        choice = jnp.pad(choice, (0, padding), constant_values=ids.size)
         return cls.of(choice, group_sizes(ids, groups), ids.shape)
 
     @classmethod
     def of(cls, choice: Array, sizes: Array, shape: tuple[int, int]) -> "Rows":
-        """Returns rows without padding between experts.
+        """Returns rows with the attributes `choice` and `sizes`.
 
-        Args:
-          choice: The choices, sorted by expert.
-          sizes: The number of choices of each expert.
-          shape: The numbers of tokens and of their choices.
+        `shape` has the numbers of tokens and of their choices.
         """
         tokens, choices = shape
-        padding = -len(choice) % ROWS
-        choice = jnp.pad(choice, (0, padding), constant_values=tokens * choices)
-        counts = {"choices": choices, "tokens": tokens}
-        return cls(choice=choice, sizes=sizes, real_sizes=sizes, **counts)
-
-    def padded(self) -> "Rows":
-        """Returns rows in which every expert begins at a multiple of 128.
-
-        Weight gradients read their transposes.
-        """
-        count = len(self.choice)
-        numbers = jnp.arange(1, count + 1, dtype=jnp.int32)[:, None]
-        origin = pad_groups(numbers, self.sizes)[:, 0] - 1
-        origin = jnp.where(origin < 0, count, origin)
-        nothing = self.tokens * self.choices
-        return dataclasses.replace(
-            self,
-            choice=taken(self.choice, origin, nothing),
-            sizes=-(-self.sizes // BLOCK) * BLOCK,
-            origin=origin,
-        )
+        return cls(choice=choice, sizes=sizes, choices=choices, tokens=tokens)
 
     def tiles(self) -> GroupTiles:
         """Lists the tiles of rows, for all matmuls of them."""
@@ -87,31 +65,37 @@ class Rows:
         """Returns the row of each row's token, and zeros for padding."""
         return taken(x, self.choice // self.choices)
 
-    def of_unpadded(self, x: Shaped[Array, "unpadded *n"]) -> Shaped[Array, "rows *n"]:
-        """Returns padded rows of an array of rows without padding."""
-        return taken(x, self.origin)
-
     def of_choices(self, x: Shaped[Array, "tokens choices"]) -> Shaped[Array, " rows"]:
         """Returns the element of each row's choice, and zero for padding."""
         return taken(x.reshape(-1), self.choice)
 
     def to_choices(self, x: Shaped[Array, " rows"]) -> Shaped[Array, "tokens choices"]:
         """Returns each choice's element of `x`, the inverse of `of_choices`."""
-        flat = jnp.zeros(self.tokens * self.choices, x.dtype)
-        flat = flat.at[self.choice].set(x, mode="drop")
-        return flat.reshape(self.tokens, self.choices)
+        return once(x)[self._places()]
 
     def sums(self, x: Float[Array, "rows n"]) -> Float[Array, "tokens n"]:
         """Adds up the rows of each token, in float32."""
-        places = self.to_choices(jnp.arange(len(self.choice), dtype=jnp.int32))
-        return jnp.sum(x[places].astype(jnp.float32), axis=1)
+        return jnp.sum(x[self._places()].astype(jnp.float32), axis=1)
+
+    def _places(self) -> Int[Array, "tokens choices"]:
+        """Returns the row of each choice."""
+        places = jnp.zeros(self.tokens * self.choices, jnp.int32)
+        rows = jnp.arange(len(self.choice), dtype=jnp.int32)
+        places = places.at[self.choice].set(rows, mode="drop")
+        # XLA would scatter again wherever places are read.
+        return once(places.reshape(self.tokens, self.choices))
 
 
-def taken(
-    x: Shaped[Array, "n *m"], index: Int[Array, " k"], fill: int = 0
-) -> Shaped[Array, "k *m"]:
-    """Returns rows of `x`, and `fill` for an index of n."""
-    return x.at[index].get(mode="fill", fill_value=fill)
+def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k *m"]:
+    """Returns rows of `x`, and zeros for an index of n."""
+    per_word = 4 // x.dtype.itemsize
+    if x.ndim < 2 or per_word < 2 or x.shape[-1] % per_word:
+        return x.at[index].get(mode="fill", fill_value=0)
+    # A thread of XLA's kernel moves an element at a time, so it moves words of 32 bits.
+    words = x.reshape(*x.shape[:-1], -1, per_word)
+    words = lax.bitcast_convert_type(words, jnp.uint32)
+    rows = words.at[index].get(mode="fill", fill_value=0)
+    return lax.bitcast_convert_type(rows, x.dtype).reshape(len(index), *x.shape[1:])
 
 
 @jax.custom_vjp
@@ -130,3 +114,22 @@ def _sums_bwd(residuals, dy):
 
 
 sums_of_tokens.defvjp(_sums_fwd, _sums_bwd)
+
+
+@jax.custom_vjp
+def weights_of_rows(
+    weights: Float[Array, "tokens choices"], rows: Rows
+) -> Float[Array, " rows"]:
+    """Computes `rows.of_choices`. Its gradient is `rows.to_choices`."""
+    return rows.of_choices(weights)
+
+
+def _weights_fwd(weights, rows):
+    return rows.of_choices(weights), rows
+
+
+def _weights_bwd(rows, dy):
+    return rows.to_choices(dy), None
+
+
+weights_of_rows.defvjp(_weights_fwd, _weights_bwd)

@@ -86,6 +86,25 @@ class ProductGrad:
         return dy * up * slope, dy * y, *([y * up] if self.with_product else [])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightedGrad:
+    """Gradients of `weight * activation(gate) * up` on strips, and this product.
+
+    `dy` is the gradient of the product. The sum of the last strip is the gradient of
+    the weight.
+    """
+
+    activation: Activation
+
+    def __call__(
+        self, gate: Scaled, up: Scaled, dy: Array, weight: Array
+    ) -> tuple[Array, ...]:
+        """Returns the gradients of gate and up, the product, and dy * product."""
+        gradients = ProductGrad(activation=self.activation, with_product=True)
+        of_gate, of_up, y = gradients(gate, up, dy)
+        return of_gate * weight, of_up * weight, y * weight, decode(dy) * y
+
+
 def _sigmoid(exponent: Array) -> Array:
     # This is 1 / (1 + 2 ** exponent). The approximation of tanh would be poor where the
     # sigmoid is small.

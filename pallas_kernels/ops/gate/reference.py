@@ -71,7 +71,7 @@ def gated(
 ) -> Gated:
     """Computes `pallas_kernels.gated` in jnp; `groups` are like `operands`."""
     gate, *up = _decoded(operands)
-    factor, _ = _activation(gate, activation)
+    factor, _ = activation_of(gate, activation)
     y = _product(gate * factor, up)
     if isinstance(scale, str):
         scale = row_scale(magnitude(y, axis=-1), dtype)
@@ -105,7 +105,7 @@ def gated_grad(
     Values and their transposes are tuples of arrays like `operands`.
     """
     gate, *up = _decoded(operands)
-    factor, slope = _activation(gate, activation)
+    factor, slope = activation_of(gate, activation)
     dy = dy.astype(jnp.float32)
     grads = _product(dy, up) * slope, *[dy * (gate * factor) for _ in up]
     if len(operands) == 1:
@@ -170,7 +170,7 @@ def _decoded(operands: Operands) -> list[Array]:
     ]
 
 
-def _activation(gate: Array, activation: Activation) -> tuple[Array, Array]:
+def activation_of(gate: Array, activation: Activation) -> tuple[Array, Array]:
     """Returns factor = activation(gate) / gate, and activation'(gate)."""
     if activation == "silu":
         factor = jax.nn.sigmoid(gate)

@@ -1,26 +1,20 @@
 """Transposed copies of grouped rows, with groups at multiples of 128."""
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import CODES, WIDE, check_dtype, scalar
 from pallas_kernels.dispatch import operations
 from pallas_kernels.dispatch.axes import WHOLE, Axes
-from pallas_kernels.mosaic import codec
-from pallas_kernels.mosaic import core as mosaic
-from pallas_kernels.mosaic.elementwise import strips_of
+from pallas_kernels.mosaic import elementwise
+from pallas_kernels.mosaic.strips import Blocks, Encoding, Tuning
 from pallas_kernels.numerics import GROUP, encode, normal
 from pallas_kernels.ops.grouped_matmul.checks import check_groups
 from pallas_kernels.ops.grouped_matmul.tiles import BLOCK, padded_rows, padded_starts
-from pallas_kernels.ops.quantize.tensor import transpose
 
 _BYTES = 128  # Bytes of each row that a thread block reads.
 
@@ -46,8 +40,8 @@ def grouped_transpose(
       group_sizes: The number of rows of each group, int32.
       scale: A per-tensor scale, with which the result is quantized, or None.
       dtype: The dtype of the codes, if there is a scale.
-      implementation: The implementation, if there is a scale; None means the kernel
-        where it can run.
+      implementation: The implementation, of codes or with a scale; None means the
+        kernel where it can run.
 
     Raises:
       ValueError: If a dtype or shape is not supported, or the kernel was named and
@@ -64,108 +58,78 @@ def grouped_transpose(
     check_groups(group_sizes, group_sizes.size)
     if x.ndim != 2:
         raise ValueError(f"x must be [rows, n], got {x.shape}")
-    if scale is None:
-        check_dtype("x", x.dtype, (*WIDE, *CODES))
-        padded = pad_groups(x, group_sizes)
-        return transpose(padded) if x.dtype in CODES else padded.T
-    check_dtype("x", x.dtype, WIDE)
-    check_dtype("codes", dtype, CODES)
-    operation = _GroupedTranspose(dtype=jnp.dtype(dtype))
-    arrays = x, group_sizes, scalar("scale", scale)
-    return operation(*arrays, implementation=implementation)
+    if scale is None and x.dtype not in CODES:
+        check_dtype("x", x.dtype, WIDE)
+        return pad_groups(x, group_sizes).T
+    if scale is not None:
+        check_dtype("x", x.dtype, WIDE)
+        check_dtype("codes", dtype, CODES)
+        scale = scalar("scale", scale)
+    operation = _GroupedTranspose(dtype=jnp.dtype(x.dtype if scale is None else dtype))
+    return operation(x, group_sizes, scale, implementation=implementation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _GroupedTranspose(operations.Operation):
-    """`grouped_transpose` with a scale."""
+    """`grouped_transpose` of codes, or with a scale."""
 
     dtype: jnp.dtype
     name = "grouped_transpose"
 
     def obstacle(self, x, group_sizes, scale) -> str | None:
-        (rows, n), columns = x.shape, _columns(x)
-        if rows < BLOCK or n % columns:
-            least = f"{BLOCK} rows or more of a multiple of {columns} elements"
+        rows, n = x.shape
+        step = GROUP if x.dtype in CODES else _columns(x)
+        if rows < BLOCK or n % step or not n:
+            least = f"{BLOCK} rows or more of a multiple of {step} elements"
             return f"it takes {least}, got {rows} of {n}"
         return None
 
     def reference(self, x, group_sizes, scale) -> Array:
-        padded = pad_groups(x, group_sizes).astype(jnp.float32)
-        return lax.optimization_barrier(encode(normal(padded), scale, self.dtype)).T
+        padded = pad_groups(x, group_sizes)
+        if scale is not None:
+            padded = encode(normal(padded.astype(jnp.float32)), scale, self.dtype)
+        return lax.optimization_barrier(padded).T
 
     def axes(self, x, group_sizes, scale) -> tuple:
         return (Axes("_ n"), Axes("_"), WHOLE), Axes("n _")
 
     def kernel(self, x, group_sizes, scale) -> Array:
-        run = functools.partial(_run, dtype=self.dtype)
-        return jax.custom_batching.sequential_vmap(run)(x, group_sizes, scale)
+        # The kernel moves bytes of codes, so that it does not change NaNs.
+        dtype = self.dtype if scale is not None else jnp.uint8
+        stored = x if scale is not None else lax.bitcast_convert_type(x, dtype)
+        (out,) = elementwise.run(
+            _as_float32 if scale is not None else _as_stored,
+            (stored[:, None],),
+            scale,
+            blocks=blocks(group_sizes, len(x)),
+            name=self.name,
+            encoding=Encoding(transposed=dtype),
+            tuning=Tuning(columns=_columns(x)),
+        )
+        transposed = out.transposed[0]
+        if scale is None:
+            transposed = lax.bitcast_convert_type(transposed, self.dtype)
+        return transposed
 
 
 def _columns(x: Array) -> int:
     """Returns the number of columns that a thread block reads."""
-    return _BYTES // x.dtype.itemsize
+    most = _BYTES // x.dtype.itemsize
+    return min(most, x.shape[1]) if x.dtype in CODES else most
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def _run(
-    x: Float[Array, "rows n"],
-    group_sizes: Int[Array, " groups"],
-    scale: Float[Array, ""],
-    *,
-    dtype: DTypeLike,
-) -> Float[Array, "n padded"]:
-    """Quantizes and transposes with the kernel."""
-    (rows, n), columns = x.shape, _columns(x)
+def _as_float32(x: Array) -> tuple[Array]:
+    return (x.astype(jnp.float32),)
+
+
+def _as_stored(x: Array) -> tuple[Array]:
+    return (x,)
+
+
+def blocks(group_sizes: Int[Array, " groups"], rows: int) -> Blocks:
+    """Returns the blocks of rows whose transposes `grouped_transpose` returns."""
     total = padded_rows(rows, len(group_sizes))
-    source, count = _sources(group_sizes, jnp.arange(0, total, BLOCK))
-    return mosaic.kernel(
-        functools.partial(_kernel, n // columns),
-        out_type=jax.ShapeDtypeStruct((n, total), dtype),
-        kernel_name="grouped_transpose",
-        grid=(total // BLOCK * n // columns,),
-        grid_names=("cta",),
-        scratch_types={
-            # Groups begin at any row. Rows of tiles of 8 would begin at multiples of 8.
-            "tile": plgpu.SMEM(
-                (BLOCK, columns),
-                x.dtype,
-                transforms=(plgpu.SwizzleTransform(_BYTES),),
-            ),
-            "transposed": plgpu.SMEM((columns, BLOCK), dtype),
-            "barrier": plgpu.Barrier(num_arrivals=1),
-        },
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # The kernel loads from no memory that it stores to.
-            unsafe_no_auto_barriers=True,
-        ),
-    )(x, source, count, scale.reshape(1))
-
-
-def _kernel(
-    across: int, x, source, count, scale, out, *, tile, transposed, barrier
-) -> None:
-    cta = lax.axis_index("cta")
-    block, width = lax.div(cta, across), tile.shape[1]
-    columns = pl.ds(lax.rem(cta, across) * width, width)
-    # The copy engine reads zeros after the last row.
-    rows = pl.ds(source[block], BLOCK)
-    plgpu.copy_gmem_to_smem(x.at[rows, columns], tile, barrier)
-    shape = (BLOCK, GROUP)
-    layout = codec.strip_layout(shape)
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-    is_of_group = row < jnp.broadcast_to(count[block], shape)
-    plgpu.barrier_wait(barrier)
-    for j, strip in enumerate(strips_of(tile)):
-        value = jnp.where(is_of_group, strip().astype(jnp.float32), 0.0)
-        codes = codec.encode(normal(value), scale[0], out.dtype)
-        # A lane holds 16 codes of one row and stores them as a column, byte by byte.
-        codes = plgpu.layout_cast(codes, plgpu.Layout.TCGEN05_TMEM_NATIVE(1))
-        to = transposed.at[pl.ds(j * GROUP, GROUP)]
-        mosaic.store(to.transpose((1, 0)), codes)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(transposed, out.at[columns, pl.ds(block * BLOCK, BLOCK)])
-    plgpu.wait_smem_to_gmem(0)
+    return Blocks(*_sources(group_sizes, jnp.arange(0, total, BLOCK)))
 
 
 def pad_groups(

@@ -97,7 +97,8 @@ class _QuantizeColumns(operations.Operation):
         return Scaled(codes, scale)
 
     def _scale(self, x: Array) -> Float[Array, "count n"]:
-        largest = magnitude(normal(x.astype(jnp.float32)), axis=1)
+        # XLA transposes some matrices to find the amax of numbers that are made normal.
+        largest = normal(magnitude(x.astype(jnp.float32), axis=1))
         return group_scale(largest, code_max(self.dtype))
 
 
