@@ -1,0 +1,286 @@
+"""The compiled programs of a variant, and a training with one seed."""
+
+import dataclasses
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float32, Int32, UInt16
+
+import coat_jax as coat
+from experiments.common.results import device
+from experiments.common.timing import OPTIONS
+from experiments.studies.fidelity import model, texts
+from experiments.studies.fidelity.variants import REFERENCE, VARIANTS, Variant
+from experiments.training.optimizer import Optimizer, OptimizerSettings
+
+Regime = Literal["text", "memorize"]
+_WAIT = 20  # Steps that may be queued on the device.
+_TRACING = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup(OptimizerSettings):
+    """All settings of the trainings that are compared, but for what variants change.
+
+    Attributes:
+      regime: "text" for one pass over text and a loss on other text, or "memorize" for
+        many passes over a small set and the loss on that set.
+      shape: The model's shape.
+      seq_len: Tokens to predict in a window.
+      test_windows: Windows to measure the loss on, in "text".
+      set_windows: Windows of the set that is memorized.
+      average: The part of the steps that the average of weights looks back on: weights
+        lose a factor e of their influence in so many steps.
+    """
+
+    regime: Regime
+    shape: model.Shape
+    seq_len: int
+    test_windows: int
+    set_windows: int
+    average: float = 0.05
+    end_lr: float = 0.0
+    warmup_steps: int = 100
+
+    def windows(self) -> texts.Windows:
+        """Returns the windows to train and to test on.
+
+        Raises:
+          ValueError: If this machine has too little text.
+        """
+        text = self.regime == "text"
+        read = self.steps * self.batch_size
+        windows = texts.windows(
+            texts.python_files(),
+            train=read if text else self.set_windows,
+            test=self.test_windows if text else 1,
+            length=self.seq_len,
+        )
+        return windows if text else windows._replace(test=windows.train)
+
+    def id(self, windows: texts.Windows) -> str:
+        """Returns a hash of the settings, the data and the kind of device."""
+        parts = repr(self), windows.fingerprint, device()["name"]
+        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+class State(NamedTuple):
+    """The state between steps.
+
+    Attributes:
+      params: The parameters.
+      average: Their moving average, float32.
+      opt_state: The optimizer's state.
+      step: The number of steps so far.
+      seed: The seed of stochastic rounding of parameters.
+    """
+
+    params: model.Params
+    average: model.Params
+    opt_state: optax.OptState
+    step: Int32[Array, ""]
+    seed: Int32[Array, ""]
+
+
+class Programs(NamedTuple):
+    """The compiled programs of a variant.
+
+    Attributes:
+      init: A function of the seed that returns a state.
+      step: A function of a state, all windows and their order that returns the next
+        state and the loss. The state is donated.
+      losses: Functions of float32 parameters, all windows and a first row that return a
+        batch's loss: with the variant's forward pass, and with that of `bf16`.
+    """
+
+    init: Callable[..., State]
+    step: Callable[..., tuple[State, Float32[Array, ""]]]
+    losses: dict[str, Callable[..., Float32[Array, ""]]]
+
+
+def compiled(setup: Setup, variant: Variant, train: int, test: int) -> Programs:
+    """Compiles a variant's programs.
+
+    Args:
+      setup: The settings.
+      variant: The variant.
+      train: The number of windows to train on.
+      test: The number of windows to test on.
+    """
+    options = OPTIONS if jax.default_backend() == "gpu" else None
+    seed, row = (jax.ShapeDtypeStruct((), jnp.int32) for _ in range(2))
+    order = jax.ShapeDtypeStruct((setup.steps * setup.batch_size,), jnp.int32)
+    windows, tests = (
+        jax.ShapeDtypeStruct((count, setup.seq_len + 1), jnp.uint16)
+        for count in (train, test)
+    )
+    first = partial(_init, setup=setup, variant=variant)
+    with _TRACING:
+        state = jax.eval_shape(first, seed)
+
+    def lowered(fn, *arguments, **jit):
+        with _TRACING:
+            return jax.jit(fn, **jit).lower(*arguments)
+
+    step = partial(_step, setup=setup, variant=variant)
+    by_forward = {"own": variant, "in_bf16": VARIANTS[REFERENCE]}
+    lowerings = [
+        lowered(first, seed),
+        lowered(step, state, windows, order, donate_argnums=0),
+        *(
+            lowered(partial(_test_loss, setup=setup, variant=of), state.average, tests,
+                    row)
+            for of in by_forward.values()
+        ),
+    ]  # fmt: skip
+    init, step, *losses = (lowering.compile(options) for lowering in lowerings)
+    return Programs(init, step, dict(zip(by_forward, losses, strict=True)))
+
+
+def ahead(
+    setup: Setup, variants: Sequence[Variant], windows: texts.Windows
+) -> dict[str, Future[Programs]]:
+    """Compiles variants while others train, one after the other on a CPU.
+
+    A result raises the error with which its variant failed to compile. On a CPU kernels
+    are interpreted, which one thread may do at a time, so that programs are compiled
+    before this function returns.
+    """
+    sizes = len(windows.train), len(windows.test)
+    make = partial(compiled, setup, train=sizes[0], test=sizes[1])
+    if jax.default_backend() != "gpu":
+        futures: dict[str, Future[Programs]] = {v.name: Future() for v in variants}
+        for variant in variants:
+            try:
+                futures[variant.name].set_result(make(variant))
+            except Exception as error:
+                futures[variant.name].set_exception(error)
+        return futures
+    pool = ThreadPoolExecutor(6)
+    futures = {variant.name: pool.submit(make, variant) for variant in variants}
+    pool.shutdown(wait=False)
+    return futures
+
+
+def train(
+    setup: Setup,
+    programs: Programs,
+    seed: int,
+    windows: tuple[UInt16[Array, "n length+1"], UInt16[Array, "m length+1"]],
+    advance: Callable[[int], Any] = lambda steps: None,
+) -> dict[str, float]:
+    """Trains once.
+
+    Args:
+      setup: The settings.
+      programs: The variant's programs.
+      seed: The seed of the initialization and of the order of windows.
+      windows: The windows to train and to test on, on the device.
+      advance: A function that is told how many steps are done since its last call.
+
+    Returns:
+      The test losses of the last weights and of their average, each with the variant's
+      forward pass and with that of `bf16`; the mean training loss of the last twentieth
+      of the steps; and the seconds. Losses are nats per token.
+    """
+    started = time.perf_counter()
+    count = setup.steps * setup.batch_size
+    order = jax.device_put(texts.order(seed, windows=len(windows[0]), count=count))
+    state = programs.init(np.int32(seed))
+    losses = []
+    for step in range(1, setup.steps + 1):
+        state, loss = programs.step(state, windows[0], order)
+        losses.append(loss)
+        if step % _WAIT == 0 or step == setup.steps:
+            jax.block_until_ready(loss)
+            advance(step % _WAIT or _WAIT)
+    last = losses[-math.ceil(setup.steps / 20) :]
+    row = {"train_loss": math.fsum(map(float, last)) / len(last)}
+    row["train_seconds"] = time.perf_counter() - started
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), state.params)
+    for name, params in (("last", wide), ("average", state.average)):
+        for forward, program in programs.losses.items():
+            row[f"{name}_{forward}"] = _mean(setup, program, params, windows[1])
+    return row | {"seconds": time.perf_counter() - started}
+
+
+def _mean(setup: Setup, program: Callable, params: model.Params, test: Array) -> float:
+    """Returns the mean loss of all test windows."""
+    rows = range(0, len(test), _test_batch(setup, len(test)))
+    losses = [program(params, test, np.int32(row)) for row in rows]
+    return math.fsum(map(float, losses)) / len(losses)
+
+
+def _test_batch(setup: Setup, count: int) -> int:
+    """Returns the largest batch, up to that of training, that divides the windows."""
+    return max(n for n in range(1, setup.batch_size + 1) if count % n == 0)
+
+
+def _init(seed: Int32[Array, ""], setup: Setup, variant: Variant) -> State:
+    params = model.init(setup.shape, jax.random.key(seed))
+    params = jax.tree.map(lambda p: p * variant.nudge, params)
+    # An average that is a copy can be donated together with the parameters.
+    average = jax.tree.map(jnp.copy, params)
+    params = _stored(params, variant.param_dtype)
+    opt_state = _optimizer(setup, variant).init(params)
+    return State(params, average, opt_state, jnp.int32(0), jnp.int32(seed))
+
+
+def _stored(params: model.Params, dtype: DTypeLike) -> model.Params:
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def _optimizer(setup: Setup, variant: Variant) -> optax.GradientTransformation:
+    settings = dataclasses.replace(setup, b2=variant.b2)
+    optimizer: Optimizer = variant.optimizer
+    return optimizer.transformation(settings, setup.steps)
+
+
+def _step(
+    state: State,
+    windows: UInt16[Array, "n length+1"],
+    order: Int32[Array, " reads"],
+    setup: Setup,
+    variant: Variant,
+) -> tuple[State, Float32[Array, ""]]:
+    size = setup.batch_size
+    rows = lax.dynamic_slice(order, (state.step * size,), (size,))
+    batch = windows[rows].astype(jnp.int32)
+    loss_of = partial(model.loss, shape=setup.shape, variant=variant)
+    loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
+    tx, given = _optimizer(setup, variant), (grads, state.opt_state, state.params)
+    if variant.optimizer.fused:
+        key = jax.random.key(state.seed) if variant.stochastic else None
+        params, opt_state = coat.fused_update(tx, *given, key=key)
+    else:
+        updates, opt_state = tx.update(*given)
+        params = optax.apply_updates(state.params, updates)
+    rate = min(1.0, 1 / (setup.average * setup.steps))
+    average = jax.tree.map(
+        lambda a, p: a + rate * (p.astype(jnp.float32) - a), state.average, params
+    )
+    return State(params, average, opt_state, state.step + 1, state.seed), loss
+
+
+def _test_loss(
+    params: model.Params,
+    windows: UInt16[Array, "m length+1"],
+    row: Int32[Array, ""],
+    setup: Setup,
+    variant: Variant,
+) -> Float32[Array, ""]:
+    size = _test_batch(setup, len(windows))
+    batch = lax.dynamic_slice_in_dim(windows, row, size).astype(jnp.int32)
+    return model.loss(params, batch, shape=setup.shape, variant=variant)
