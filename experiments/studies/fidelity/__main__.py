@@ -13,8 +13,7 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     top = new_parser("experiments.studies.fidelity", __doc__)
     add = top.add_argument
     add("--regime", choices=("text", "memorize"), default="text", help="(text)")
-    add("--variants", default="bf16,te,coat,coat_max", metavar="A,B",
-        help="or all; those that they are compared with are added")
+    add(
+        "--variants",
+        default="bf16,te,coat,coat_max",
+        metavar="A,B",
+        help="or all; those that they are compared with are added",
+    )
     add("--list", action="store_true", help="prints the variants, and trains nothing")
     add("--preset", choices=_PRESETS, default="10m", help="size of the model (10m)")
     add("--seeds", type=int, default=8, help="trainings of each variant (8)")
@@ -80,8 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, help="steps of a training (the preset's)")
     add("--batch-size", type=int, help="windows of a step (the preset's)")
     add("--lr", type=float, help="peak learning rate (the preset's)")
-    add("--seconds", type=float, default=float("inf"),
-        help="no training starts so many seconds after the program")
+    add(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="no training starts so many seconds after the program",
+    )
     add("--out", type=Path, help="results file; rows and figure go beside it")
     return top  # fmt: skip
 
@@ -134,8 +141,8 @@ class Study:
         """
         if args.seeds < 1 or args.seed < 0:
             raise ValueError(
-                f"seeds must be positive and the first one 0 or more, got {args.seeds}, "
-                f"{args.seed}"
+                "seeds must be positive and the first one 0 or more, got "
+                f"{args.seeds}, {args.seed}"
             )
         variants, setup = chosen(args.variants), setup_of(args)
         name = f"fidelity_{args.regime}_{args.preset}"
@@ -177,9 +184,11 @@ class Study:
             return
         windows = jax.device_put(self.data.train), jax.device_put(self.data.test)
         needed = tuple(v for v in self.variants if v in {v for v, _ in missing})
-        programs = training.ahead(self.setup, needed, self.data)
         total = len(missing) * self.setup.steps
-        with tqdm(total=total, unit="step", mininterval=1.0) as bar:
+        with (
+            training.ahead(self.setup, needed, self.data) as programs,
+            tqdm(total=total, unit="step", mininterval=1.0) as bar,
+        ):
             for variant, seed in missing:
                 bar.set_description(f"{variant.name}, seed {seed}")
                 ready = self._ready(variant, programs[variant.name])
@@ -187,17 +196,15 @@ class Study:
                     break
                 if ready:
                     self._run(variant, ready, seed, windows, bar)
-        for future in programs.values():
-            future.cancel()
 
     def _ready(
-        self, variant: Variant, future: Future[training.Programs]
+        self, variant: Variant, programs: Callable[[], training.Programs]
     ) -> training.Programs | None:
         """Returns the compiled programs, or None if that or a training has failed."""
         if variant.name in self.errors:
             return None
         try:
-            return future.result()
+            return programs()
         except Exception as error:
             self.errors[variant.name] = one_line(repr(error))[:300]
             return None
@@ -224,27 +231,31 @@ class Study:
 
     def write(self) -> None:
         """Writes the results file and its figure, and prints the differences."""
-        found = summary.differences(self.finished)
+        differences = summary.differences(self.finished)
         unit = "percent" if self.setup.regime == "text" else "nats"
         settings = dataclasses.asdict(self.setup)
-        extra = {"regime": self.setup.regime, "settings": settings, "summary": found}
+        extra = {
+            "regime": self.setup.regime,
+            "settings": settings,
+            "summary": differences,
+        }
         extra |= {"data": self.data.fingerprint, "errors": self.errors}
         extra["test_tokens"] = self.data.test[:, 1:].size
-        bars = summary.bars(found, self.setup.regime)
+        bars = summary.bars(differences, self.setup.regime)
         write_results(self.out, rows=self.finished, bars=bars, **extra)
-        if found:
+        if differences:
             title = self._title()
-            figure = summary.figure(found, title, unit)
+            figure = summary.figure(differences, title, unit)
             figure.savefig(self.out.with_suffix(".png"))
-            Console(width=200).print(summary.table(found, title, unit))
+            Console(width=200).print(summary.table(differences, title, unit))
         print(f"{self.out}, with {len(self.finished)} trainings")
 
     def _title(self) -> str:
         s = self.setup
         tokens = s.steps * s.batch_size * s.seq_len
         return (
-            f"{s.regime}: {s.shape.layers} layers of {s.shape.hidden}, {s.steps} steps, "
-            f"{tokens / 1e6:,.1f} million bytes"
+            f"{s.regime}: {s.shape.layers} layers of {s.shape.hidden}, "
+            f"{s.steps} steps, {tokens / 1e6:,.1f} million bytes"
         )
 
 

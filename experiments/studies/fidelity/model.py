@@ -5,6 +5,7 @@ recipes are objects, and the first and the last layer may have another one.
 """
 
 import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from coat_jax.fp8.matmul import fp8_matmul
 from coat_jax.layers.parts import Heads, Norm
 from coat_jax.layers.recipe import Recipe
 from coat_jax.models.loss import token_shares, weighted_loss
-from experiments.studies.fidelity.variants import Variant
+from experiments.studies.fidelity.variants import Forward
 
 VOCAB_SIZE = 384  # Bytes and a separator, in whole tiles of a matmul.
 _NORM = Norm(kind="rms", eps=1e-5)
@@ -64,23 +65,21 @@ def loss(
     windows: Int[Array, "b length+1"],
     *,
     shape: Shape,
-    variant: Variant,
+    forward: Forward,
 ) -> Float[Array, ""]:
     """Computes the mean loss in nats per token, with activations in BF16."""
     tokens, targets = windows[:, :-1], windows[:, 1:]
     x = params["embedding"][tokens].astype(jnp.bfloat16)
-    layers, recipe = params["layers"], variant.recipe
-    if variant.ends is None:
+    layers, recipe = params["layers"], forward.recipe
+    if forward.ends == recipe:
         x = _apply(recipe, layers, x, shape)
     else:
-        for part, of in (
-            (slice(1), variant.ends),
-            (slice(1, -1), recipe),
-            (slice(-1, None), variant.ends),
-        ):
-            x = _apply(of, jax.tree.map(lambda p, part=part: p[part], layers), x, shape)
+        parts = slice(1), slice(1, -1), slice(-1, None)
+        of_parts = forward.ends, recipe, forward.ends
+        for part, of in zip(parts, of_parts, strict=True):
+            x = _apply(of, jax.tree.map(operator.itemgetter(part), layers), x, shape)
     hidden = recipe.norm(_NORM)(params["norm"], x)
-    if variant.head == "fp8":
+    if forward.head == "fp8":
         return _fp8_loss(hidden, params["embedding"], targets)
     shares = token_shares(targets, None)
     return weighted_loss(hidden, params["embedding"].T, targets, shares, None)

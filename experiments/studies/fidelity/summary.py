@@ -1,4 +1,4 @@
-"""Differences to the reference over seeds, with their intervals: rows, table, figure."""
+"""Differences to the reference over seeds with intervals: rows, table, figure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,11 @@ LOSSES = {
     "last_in_bf16": "last weights, in BF16",
     "average_in_bf16": "averaged weights, in BF16",
 }
-_COLORS = {"last_own": "#8d99ae", "average_own": "#d1495b", "average_in_bf16": "#33415c"}
+_COLORS = {
+    "last_own": "#8d99ae",
+    "average_own": "#d1495b",
+    "average_in_bf16": "#33415c",
+}
 _MOST_PERCENT, _MOST_HALF = 0.2, 0.06
 
 

@@ -1,12 +1,14 @@
 """The compiled programs of a variant, and a training with one seed."""
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +24,7 @@ import coat_jax as coat
 from experiments.common.results import device
 from experiments.common.timing import OPTIONS
 from experiments.studies.fidelity import model, texts
-from experiments.studies.fidelity.variants import REFERENCE, VARIANTS, Variant
+from experiments.studies.fidelity.variants import REFERENCE, VARIANTS, Forward, Variant
 from experiments.training.optimizer import Optimizer, OptimizerSettings
 
 Regime = Literal["text", "memorize"]
@@ -119,59 +121,67 @@ def compiled(setup: Setup, variant: Variant, train: int, test: int) -> Programs:
       train: The number of windows to train on.
       test: The number of windows to test on.
     """
-    options = OPTIONS if jax.default_backend() == "gpu" else None
-    seed, row = (jax.ShapeDtypeStruct((), jnp.int32) for _ in range(2))
+    seed = jax.ShapeDtypeStruct((), jnp.int32)
     order = jax.ShapeDtypeStruct((setup.steps * setup.batch_size,), jnp.int32)
-    windows, tests = (
-        jax.ShapeDtypeStruct((count, setup.seq_len + 1), jnp.uint16)
-        for count in (train, test)
-    )
-    first = partial(_init, setup=setup, variant=variant)
+    init = partial(_init, setup=setup, variant=variant)
     with _TRACING:
-        state = jax.eval_shape(first, seed)
-
-    def lowered(fn, *arguments, **jit):
-        with _TRACING:
-            return jax.jit(fn, **jit).lower(*arguments)
-
+        state = jax.eval_shape(init, seed)
     step = partial(_step, setup=setup, variant=variant)
-    by_forward = {"own": variant, "in_bf16": VARIANTS[REFERENCE]}
-    lowerings = [
-        lowered(first, seed),
-        lowered(step, state, windows, order, donate_argnums=0),
-        *(
-            lowered(partial(_test_loss, setup=setup, variant=of), state.average, tests,
-                    row)
-            for of in by_forward.values()
-        ),
-    ]  # fmt: skip
-    init, step, *losses = (lowering.compile(options) for lowering in lowerings)
-    return Programs(init, step, dict(zip(by_forward, losses, strict=True)))
+    arguments = state, _windows(setup, train), order
+    return Programs(
+        init=_program(init, seed),
+        step=_program(step, *arguments, donate_argnums=0),
+        losses={
+            "own": _loss_program(setup, variant.forward, test),
+            "in_bf16": _loss_program(setup, VARIANTS[REFERENCE].forward, test),
+        },
+    )
 
 
+@functools.cache
+def _loss_program(setup: Setup, forward: Forward, test: int) -> Callable[..., Array]:
+    """Compiles the test loss of a forward pass, which several variants may share."""
+    params = jax.eval_shape(partial(model.init, setup.shape), jax.random.key(0))
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    loss = partial(_test_loss, setup=setup, forward=forward)
+    return _program(loss, params, _windows(setup, test), row)
+
+
+def _windows(setup: Setup, count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count, setup.seq_len + 1), jnp.uint16)
+
+
+def _program(fn: Callable, *arguments: Any, **jit: Any) -> Callable[..., Any]:
+    """Compiles a function; only one thread traces and lowers at a time."""
+    with _TRACING:
+        lowered = jax.jit(fn, **jit).lower(*arguments)
+    return lowered.compile(OPTIONS if jax.default_backend() == "gpu" else None)
+
+
+@contextlib.contextmanager
 def ahead(
     setup: Setup, variants: Sequence[Variant], windows: texts.Windows
-) -> dict[str, Future[Programs]]:
-    """Compiles variants while others train, one after the other on a CPU.
+) -> Iterator[dict[str, Callable[[], Programs]]]:
+    """Compiles variants on threads, while others train in this context.
 
-    A result raises the error with which its variant failed to compile. On a CPU kernels
-    are interpreted, which one thread may do at a time, so that programs are compiled
-    before this function returns.
+    On a CPU a variant is compiled when it is first asked for instead, because kernels
+    are interpreted there, which one thread may do at a time.
+
+    Yields:
+      Functions by the variants' names. They return the programs once these are
+      compiled, or raise the error with which that failed.
     """
-    sizes = len(windows.train), len(windows.test)
-    make = partial(compiled, setup, train=sizes[0], test=sizes[1])
+    sizes = {"train": len(windows.train), "test": len(windows.test)}
+    make = partial(compiled, setup, **sizes)
     if jax.default_backend() != "gpu":
-        futures: dict[str, Future[Programs]] = {v.name: Future() for v in variants}
-        for variant in variants:
-            try:
-                futures[variant.name].set_result(make(variant))
-            except Exception as error:
-                futures[variant.name].set_exception(error)
-        return futures
+        yield {v.name: functools.cache(partial(make, v)) for v in variants}
+        return
     pool = ThreadPoolExecutor(6)
-    futures = {variant.name: pool.submit(make, variant) for variant in variants}
-    pool.shutdown(wait=False)
-    return futures
+    try:
+        futures = {v.name: pool.submit(make, v) for v in variants}
+        yield {name: future.result for name, future in futures.items()}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def train(
@@ -258,7 +268,7 @@ def _step(
     size = setup.batch_size
     rows = lax.dynamic_slice(order, (state.step * size,), (size,))
     batch = windows[rows].astype(jnp.int32)
-    loss_of = partial(model.loss, shape=setup.shape, variant=variant)
+    loss_of = partial(model.loss, shape=setup.shape, forward=variant.forward)
     loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
     tx, given = _optimizer(setup, variant), (grads, state.opt_state, state.params)
     if variant.optimizer.fused:
@@ -279,8 +289,8 @@ def _test_loss(
     windows: UInt16[Array, "m length+1"],
     row: Int32[Array, ""],
     setup: Setup,
-    variant: Variant,
+    forward: Forward,
 ) -> Float32[Array, ""]:
     size = _test_batch(setup, len(windows))
     batch = lax.dynamic_slice_in_dim(windows, row, size).astype(jnp.int32)
-    return model.loss(params, batch, shape=setup.shape, variant=variant)
+    return model.loss(params, batch, shape=setup.shape, forward=forward)

@@ -1,9 +1,8 @@
 """What is trained: the recipe `bf16` with one change, and the recipes themselves."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,21 @@ from experiments.studies.fidelity.operands import Grid, Operands
 from experiments.training.optimizer import Optimizer
 
 REFERENCE = "bf16"
+_WIDE = Optimizer(optax.adamw, fused=False)
+
+
+class Forward(NamedTuple):
+    """What a model computes.
+
+    Attributes:
+      recipe: The recipe of layers.
+      ends: The recipe of the first and the last layer.
+      head: The matmul of the logits.
+    """
+
+    recipe: Recipe
+    ends: Recipe
+    head: Literal["bf16", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,12 +58,17 @@ class Variant:
     recipe: Recipe = UNQUANTIZED
     ends: Recipe | None = None
     head: Literal["bf16", "fp8"] = "bf16"
-    optimizer: Optimizer = Optimizer(optax.adamw, fused=False)
+    optimizer: Optimizer = _WIDE
     param_dtype: DTypeLike = jnp.float32
     stochastic: bool = False
     b2: float = 0.95
     nudge: float = 1.0
     reference: str = REFERENCE
+
+    @property
+    def forward(self) -> Forward:
+        """What the model computes, forward and backward."""
+        return Forward(self.recipe, self.ends or self.recipe, self.head)
 
 
 class _NormCopies(PlainRecipe):
@@ -84,11 +103,13 @@ def _gradients(name: str, about: str, grid: Grid) -> Variant:
 
 _FP8 = Optimizer(coat.fp8_adamw, fused=True)
 # It has float32 moments, and steps that can round BF16 parameters stochastically.
-_WIDE: Callable[..., optax.GradientTransformation] = partial(
-    coat.fp8_adamw,
-    quantize_mask=lambda params: jax.tree.map(lambda _: False, params),
+_WIDE_FUSED = Optimizer(
+    partial(
+        coat.fp8_adamw,
+        quantize_mask=lambda params: jax.tree.map(lambda _: False, params),
+    ),
+    fused=True,
 )
-_WIDE_FUSED = Optimizer(_WIDE, fused=True)
 # Where a matmul sums over rows, a scale per column is what a kernel can apply.
 _TENSOR, _ROW, _COLUMN = Grid(), Grid(scales="row"), Grid(scales="column")
 _E5M2 = Grid(format=coat.E5M2)
@@ -137,9 +158,9 @@ _CHANGES = (
               w_for_dx=_TENSOR),
     _operands("backward_w_channel", "weights E4M3 for input gradients, per channel",
               w_for_dx=_COLUMN),
-    _operands("backward_x", "activations E4M3 for weight gradients, a scale per tensor",
+    _operands("backward_x", "activations E4M3 for weight gradients, per tensor",
               x_for_dw=_TENSOR),
-    _operands("backward_x_channel", "activations E4M3 for weight gradients, per channel",
+    _operands("backward_x_channel", "activations E4M3 for weight gradients, a channel",
               x_for_dw=_COLUMN),
     _operands("saved", "activations in groups of 16 for weight gradients",
               x_for_dw=Grid(scales="group")),
