@@ -187,7 +187,7 @@ class Study:
         total = len(missing) * self.setup.steps
         with (
             training.ahead(self.setup, needed, self.data) as programs,
-            tqdm(total=total, unit="step", mininterval=1.0) as bar,
+            tqdm(total=total, unit="step", mininterval=5.0) as bar,
         ):
             for variant, seed in missing:
                 bar.set_description(f"{variant.name}, seed {seed}")

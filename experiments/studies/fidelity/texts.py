@@ -108,8 +108,8 @@ def _cut(
             f"{count} windows of {length} tokens need {count * length + 1} in all, but "
             f"the Python files of this machine have {tokens.size}; take fewer --steps"
         )
-    starts = length * np.arange(count)
-    return tokens[starts[:, None] + np.arange(length + 1)]
+    every = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)
+    return np.ascontiguousarray(every[::length][:count])
 
 
 def order(seed: int, *, windows: int, count: int) -> Int32[np.ndarray, " count"]:

@@ -43,8 +43,8 @@ class Setup(OptimizerSettings):
       seq_len: Tokens to predict in a window.
       test_windows: Windows to measure the loss on, in "text".
       set_windows: Windows of the set that is memorized.
-      average: The part of the steps that the average of weights looks back on: weights
-        lose a factor e of their influence in so many steps.
+      average: The part of the steps in which a step's weights lose a factor e of their
+        influence on the average of weights.
     """
 
     regime: Regime
@@ -241,8 +241,8 @@ def _test_batch(setup: Setup, count: int) -> int:
 def _init(seed: Int32[Array, ""], setup: Setup, variant: Variant) -> State:
     params = model.init(setup.shape, jax.random.key(seed))
     params = jax.tree.map(lambda p: p * variant.nudge, params)
-    # An average that is a copy can be donated together with the parameters.
-    average = jax.tree.map(jnp.copy, params)
+    # With the default `average` the zeros weigh e**-20 at the end.
+    average = jax.tree.map(jnp.zeros_like, params)
     params = _stored(params, variant.param_dtype)
     opt_state = _optimizer(setup, variant).init(params)
     return State(params, average, opt_state, jnp.int32(0), jnp.int32(seed))
