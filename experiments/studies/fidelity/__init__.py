@@ -1,4 +1,4 @@
-"""What each step of the FP8 recipes costs in loss, from many small paired trainings.
+"""Costs in loss of each step of the FP8 recipes, from many small paired trainings.
 
     uv run python -m experiments.studies.fidelity --regime text --variants bf16,coat
 

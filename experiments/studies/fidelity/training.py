@@ -241,7 +241,7 @@ def _test_batch(setup: Setup, count: int) -> int:
 def _init(seed: Int32[Array, ""], setup: Setup, variant: Variant) -> State:
     params = model.init(setup.shape, jax.random.key(seed))
     params = jax.tree.map(lambda p: p * variant.nudge, params)
-    # With the default `average` the zeros weigh e**-20 at the end.
+    # These zeros weigh e**-20 at the end, with the default `average`.
     average = jax.tree.map(jnp.zeros_like, params)
     params = _stored(params, variant.param_dtype)
     opt_state = _optimizer(setup, variant).init(params)

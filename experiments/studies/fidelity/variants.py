@@ -1,4 +1,4 @@
-"""What is trained: the recipe `bf16` with one change, and the recipes themselves."""
+"""Variants to train: the recipe `bf16` with one change, and the recipes themselves."""
 
 import dataclasses
 from functools import partial
@@ -21,7 +21,7 @@ _WIDE = Optimizer(optax.adamw, fused=False)
 
 
 class Forward(NamedTuple):
-    """What a model computes.
+    """A model's passes, forward and backward.
 
     Attributes:
       recipe: The recipe of layers.
@@ -67,7 +67,7 @@ class Variant:
 
     @property
     def forward(self) -> Forward:
-        """What the model computes, forward and backward."""
+        """The model's passes, forward and backward."""
         return Forward(self.recipe, self.ends or self.recipe, self.head)
 
 
