@@ -1,0 +1,12 @@
+"""Costs in loss of each step of the FP8 recipes, from many small paired trainings.
+
+    uv run python -m experiments.studies.fidelity --regime text --variants bf16,coat
+
+- `texts`: the tokens of both regimes, as arrays.
+- `operands`: matmuls with some operands rounded to 8 bits.
+- `variants`: what is trained: `bf16` with one change, or a recipe.
+- `model`: a small Llama that is made of any recipe's segments.
+- `training`: the compiled programs of a variant, and a training with one seed.
+- `rows`: the file to which every finished training is added at once.
+- `summary`: differences to the reference with their intervals, as table and figure.
+"""

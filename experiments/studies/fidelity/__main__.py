@@ -1,0 +1,263 @@
+"""Measures what each step of the FP8 recipes costs in loss, to tenths of a percent.
+
+    uv run python -m experiments.studies.fidelity --regime text --variants bf16,coat
+
+The command trains small models: `bf16`, and variants with one thing changed. All
+variants of a seed start from one initialization and read the data in one order, and the
+learning rate decays to zero. Every finished training is added to a file of rows at
+once. The same command goes on where another one ended, or adds seeds and variants. At
+the end it writes the results file: differences with 95% intervals, and their figure.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from tqdm import tqdm
+
+from experiments.common.programs import new_parser, one_line
+from experiments.common.results import default_path, device, write_results
+from experiments.studies.fidelity import rows as files
+from experiments.studies.fidelity import summary, training
+from experiments.studies.fidelity.model import Shape
+from experiments.studies.fidelity.texts import Windows
+from experiments.studies.fidelity.variants import VARIANTS, Variant, chosen
+
+_CANCELLED = 130
+_GPU = {"batch_size": 64, "seq_len": 512, "lr": 1e-3, "test_windows": 4096}
+# Settings by preset; "10m" and "20m" are numbers of parameters.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"shape": Shape(layers=3, hidden=32, intermediate=64, head_dim=16),
+             "batch_size": 2, "seq_len": 16, "lr": 3e-3, "steps": 4,
+             "test_windows": 4, "set_windows": 4},
+    "10m": {"shape": Shape(layers=6, hidden=384, intermediate=1024),
+            "steps": 1000, "set_windows": 256, **_GPU},
+    "20m": {"shape": Shape(layers=6, hidden=512, intermediate=1408),
+            "steps": 1000, "set_windows": 256, **_GPU},
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    started = time.monotonic()
+    args = _parser().parse_args(argv)
+    if args.list:
+        print("\n".join(f"{v.name:22}{v.about}" for v in VARIANTS.values()))
+        return 0
+    try:
+        study = Study.open(args)
+    except (OSError, ValueError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    try:
+        study.train(started + args.seconds)
+    except KeyboardInterrupt:
+        print(f"\n{study.file} keeps what is finished; the same command goes on")
+        return _CANCELLED
+    study.write()
+    for name, error in study.errors.items():
+        print(f"error: {name} did not train: {error}", file=sys.stderr)
+    return 1 if study.errors else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    top = new_parser("experiments.studies.fidelity", __doc__)
+    add = top.add_argument
+    add("--regime", choices=("text", "memorize"), default="text", help="(text)")
+    add(
+        "--variants",
+        default="bf16,te,coat,coat_max",
+        metavar="A,B",
+        help="or all; those that they are compared with are added",
+    )
+    add("--list", action="store_true", help="prints the variants, and trains nothing")
+    add("--preset", choices=_PRESETS, default="10m", help="size of the model (10m)")
+    add("--seeds", type=int, default=8, help="trainings of each variant (8)")
+    add("--seed", type=int, default=0, help="first seed (0)")
+    add("--steps", type=int, help="steps of a training (the preset's)")
+    add("--batch-size", type=int, help="windows of a step (the preset's)")
+    add("--lr", type=float, help="peak learning rate (the preset's)")
+    add(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="no training starts so many seconds after the program",
+    )
+    add("--out", type=Path, help="results file; rows and figure go beside it")
+    return top  # fmt: skip
+
+
+def setup_of(args: argparse.Namespace) -> training.Setup:
+    """Returns the settings of a command line.
+
+    Raises:
+      ValueError: If a number is not positive.
+    """
+    settings = _PRESETS[args.preset] | {
+        name: value
+        for name in ("steps", "batch_size", "lr")
+        if (value := getattr(args, name)) is not None
+    }
+    for name in ("steps", "batch_size", "lr"):
+        if not settings[name] > 0:
+            raise ValueError(f"{name} must be positive, got {settings[name]}")
+    return training.Setup(regime=args.regime, **settings)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Study:
+    """The trainings of a command, and their files.
+
+    Attributes:
+      setup: The settings.
+      variants: The variants, references first.
+      seeds: The seeds.
+      data: The windows to train and to test on.
+      out: The results file.
+      finished: The rows of finished trainings.
+      errors: The first lines of errors, by the names of the variants that failed.
+    """
+
+    setup: training.Setup
+    variants: tuple[Variant, ...]
+    seeds: range
+    data: Windows
+    out: Path
+    finished: list[files.Row]
+    errors: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def open(cls, args: argparse.Namespace) -> "Study":
+        """Reads the text, and the finished trainings.
+
+        Raises:
+          ValueError: If an argument is invalid, or there are rows of other settings.
+        """
+        if args.seeds < 1 or args.seed < 0:
+            raise ValueError(
+                "seeds must be positive and the first one 0 or more, got "
+                f"{args.seeds}, {args.seed}"
+            )
+        variants, setup = chosen(args.variants), setup_of(args)
+        name = f"fidelity_{args.regime}_{args.preset}"
+        out = args.out or default_path("fidelity", name)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        data = setup.windows()
+        study = cls(
+            setup=setup,
+            variants=variants,
+            seeds=range(args.seed, args.seed + args.seeds),
+            data=data,
+            out=out,
+            finished=[],
+        )
+        study.finished = files.read(study.file, setup.id(data))
+        return study
+
+    @property
+    def file(self) -> Path:
+        """The file of rows."""
+        return self.out.with_suffix(".jsonl")
+
+    def train(self, until: float) -> None:
+        """Runs the missing trainings, seed by seed; none starts after the time `until`.
+
+        A variant that fails is left out from then on.
+
+        Args:
+          until: The time by `time.monotonic`.
+        """
+        runs = {(row["variant"], row["seed"]) for row in self.finished}
+        missing = [
+            (variant, seed)
+            for seed in self.seeds
+            for variant in self.variants
+            if (variant.name, seed) not in runs
+        ]
+        if not missing:
+            return
+        windows = jax.device_put(self.data.train), jax.device_put(self.data.test)
+        needed = tuple(v for v in self.variants if v in {v for v, _ in missing})
+        total = len(missing) * self.setup.steps
+        with (
+            training.ahead(self.setup, needed, self.data) as programs,
+            tqdm(total=total, unit="step", mininterval=5.0) as bar,
+        ):
+            for variant, seed in missing:
+                bar.set_description(f"{variant.name}, seed {seed}")
+                ready = self._ready(variant, programs[variant.name])
+                if time.monotonic() > until:
+                    break
+                if ready:
+                    self._run(variant, ready, seed, windows, bar)
+
+    def _ready(
+        self, variant: Variant, programs: Callable[[], training.Programs]
+    ) -> training.Programs | None:
+        """Returns the compiled programs, or None if that or a training has failed."""
+        if variant.name in self.errors:
+            return None
+        try:
+            return programs()
+        except Exception as error:
+            self.errors[variant.name] = one_line(repr(error))[:300]
+            return None
+
+    def _run(
+        self,
+        variant: Variant,
+        programs: training.Programs,
+        seed: int,
+        windows: tuple[jax.Array, jax.Array],
+        bar: tqdm,
+    ) -> None:
+        """Trains once, and adds the row to the file."""
+        try:
+            losses = training.train(self.setup, programs, seed, windows, bar.update)
+        except jax.errors.JaxRuntimeError as error:
+            self.errors[variant.name] = one_line(error)[:300]
+            return
+        of = {"setup": self.setup.id(self.data), "regime": self.setup.regime}
+        row = of | {"variant": variant.name, "seed": seed} | losses
+        row |= {"reference": variant.reference, "device": device()["name"]}
+        files.add(self.file, row)
+        self.finished.append(row)
+
+    def write(self) -> None:
+        """Writes the results file and its figure, and prints the differences."""
+        differences = summary.differences(self.finished)
+        unit = "percent" if self.setup.regime == "text" else "nats"
+        settings = dataclasses.asdict(self.setup)
+        extra = {
+            "regime": self.setup.regime,
+            "settings": settings,
+            "summary": differences,
+        }
+        extra |= {"data": self.data.fingerprint, "errors": self.errors}
+        extra["test_tokens"] = self.data.test[:, 1:].size
+        bars = summary.bars(differences, self.setup.regime)
+        write_results(self.out, rows=self.finished, bars=bars, **extra)
+        if differences:
+            title = self._title()
+            figure = summary.figure(differences, title, unit)
+            figure.savefig(self.out.with_suffix(".png"))
+            Console(width=200).print(summary.table(differences, title, unit))
+        print(f"{self.out}, with {len(self.finished)} trainings")
+
+    def _title(self) -> str:
+        s = self.setup
+        tokens = s.steps * s.batch_size * s.seq_len
+        return (
+            f"{s.regime}: {s.shape.layers} layers of {s.shape.hidden}, "
+            f"{s.steps} steps, {tokens / 1e6:,.1f} million bytes"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

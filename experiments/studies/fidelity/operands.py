@@ -1,0 +1,118 @@
+"""Matmuls in BF16 with some operands rounded to 8 bits, to measure each one's cost.
+
+The FP8 recipes have no switch for a single operand. Here an operand is quantized by
+`coat.quantize` and dequantized, and the matmul runs in BF16. With scales of powers of
+two (one for a tensor) the rounded numbers are exact in BF16; with other scales BF16
+adds an error of 2**-9, where E4M3's is 2**-4. Sums are float32 in both.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import coat_jax as coat
+from coat_jax.fp8 import matmul
+
+_GRANULARITIES: dict[str, Callable[[int], object]] = {
+    "tensor": lambda size: coat.PerTensor(),
+    "row": coat.PerGroup,
+    "group": lambda size: coat.PerGroup(min(size, 16)),
+    "block": lambda size: coat.PerBlock(128, 128),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A way to round a matrix to 8 bits.
+
+    Attributes:
+      format: The format.
+      scales: What shares a scale: the "tensor", each "row", each "column", each "group"
+        of 16 in a row, or each "block" of 128 x 128.
+      stochastic: Whether numbers are rounded to one of their neighbours at random, with
+        the right mean. The key is a function of the sum of the numbers.
+    """
+
+    format: coat.Format = coat.E4M3
+    scales: Literal["tensor", "row", "column", "group", "block"] = "tensor"
+    stochastic: bool = False
+
+    def __call__(self, x: Float[Array, "m n"]) -> Float[Array, "m n"]:
+        """Returns `x` rounded, in its dtype."""
+        if self.scales == "column":
+            return dataclasses.replace(self, scales="row")(x.T).T
+        noise = None
+        if self.stochastic:
+            total = jnp.sum(x, dtype=jnp.float32)
+            seed = jax.lax.bitcast_convert_type(total, jnp.uint32)
+            noise = jax.random.bits(jax.random.key(seed, impl="rbg"), x.shape)
+        granularity = _GRANULARITIES[self.scales](x.shape[-1])
+        options = {"format": self.format, "granularity": granularity, "noise": noise}
+        return coat.dequantize(coat.quantize(x, **options))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operands:
+    """The linear layer of a `PlainRecipe` with these operands rounded.
+
+    None leaves an operand as it is. Weight gradients are rounded to the dtype of the
+    activations, as in the recipe `bf16`.
+
+    Attributes:
+      x: Activations in `y = x @ w.T`.
+      w: Weights in `y = x @ w.T`.
+      dy_for_dx: Gradients in `dx = dy @ w`.
+      w_for_dx: Weights in `dx = dy @ w`.
+      dy_for_dw: Gradients in `dw = dy.T @ x`.
+      x_for_dw: Activations in `dw = dy.T @ x`.
+    """
+
+    x: Grid | None = None
+    w: Grid | None = None
+    dy_for_dx: Grid | None = None
+    w_for_dx: Grid | None = None
+    dy_for_dw: Grid | None = None
+    x_for_dw: Grid | None = None
+
+    def __call__(
+        self, x: Float[Array, "*batch k"], w: Float[Array, "... k"]
+    ) -> Float[Array, "..."]:
+        """Computes `x @ w.T` in the dtype of `x`.
+
+        Raises:
+          ValueError: If the contracted sizes differ.
+        """
+        multiply = partial(_product, self)
+        return matmul.in_rows(multiply, x, w)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(operands, x, w):
+    return _product_fwd(operands, x, w)[0]
+
+
+def _product_fwd(operands, x, w):
+    rows = w.reshape(-1, w.shape[-1])
+    weight = _rounded(operands.w, rows).astype(x.dtype)
+    return _rounded(operands.x, x) @ weight.T, (x, w)
+
+
+def _product_bwd(operands, residuals, dy):
+    x, w = residuals
+    rows = w.reshape(-1, w.shape[-1])
+    weight = _rounded(operands.w_for_dx, rows).astype(x.dtype)
+    dx = _rounded(operands.dy_for_dx, dy) @ weight
+    dw = _rounded(operands.dy_for_dw, dy).T @ _rounded(operands.x_for_dw, x)
+    return dx, dw.astype(w.dtype).reshape(w.shape)
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+def _rounded(grid: Grid | None, x: Float[Array, "m n"]) -> Float[Array, "m n"]:
+    return x if grid is None else grid(x)

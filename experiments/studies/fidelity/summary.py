@@ -1,0 +1,160 @@
+"""Differences to the reference over seeds with intervals: rows, table, figure."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from experiments.common import tables
+from experiments.common.intervals import half_of_few
+from experiments.common.results import Bar
+from experiments.common.style import framed
+from experiments.common.tables import Column
+from experiments.studies.fidelity.variants import REFERENCE, VARIANTS
+
+Row = Mapping[str, Any]
+# The losses of a training, by their key in rows.
+LOSSES = {
+    "last_own": "last weights",
+    "average_own": "averaged weights",
+    "last_in_bf16": "last weights, in BF16",
+    "average_in_bf16": "averaged weights, in BF16",
+}
+_COLORS = {
+    "last_own": "#8d99ae",
+    "average_own": "#d1495b",
+    "average_in_bf16": "#33415c",
+}
+_MOST_PERCENT, _MOST_HALF = 0.2, 0.06
+
+
+def differences(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns a row for each variant and kind of loss, but for references alone.
+
+    A difference is taken between two trainings with the same seed. `nats` is the mean
+    difference and `percent` the mean of the differences in percent of the reference's
+    loss. Halves are of 95% intervals by Student's t distribution, and deviations are of
+    a single seed; both are None with one seed.
+    """
+    by_run = {(row["variant"], row["seed"]): row for row in rows}
+    summary = []
+    for name, variant in VARIANTS.items():
+        seeds = [
+            seed
+            for of, seed in by_run
+            if of == name and (variant.reference, seed) in by_run
+        ]
+        if name == variant.reference or not seeds:
+            continue
+        about = {"variant": name, "reference": variant.reference, "seeds": len(seeds)}
+        for key in LOSSES:
+            pairs = [
+                (by_run[name, seed][key], by_run[variant.reference, seed][key])
+                for seed in seeds
+            ]
+            row = about | {"loss": key, "reference_nats": fmean(b for _, b in pairs)}
+            row |= _interval("nats", [a - b for a, b in pairs])
+            row |= _interval("percent", [100 * (a / b - 1) for a, b in pairs])
+            summary.append(row)
+    return summary
+
+
+def _interval(unit: str, values: Sequence[float]) -> dict[str, float | None]:
+    deviation = half = None
+    if len(values) > 1:
+        deviation = stdev(values)
+        half = half_of_few(deviation / math.sqrt(len(values)), len(values))
+    halves = {f"{unit}_half": half, f"{unit}_deviation": deviation}
+    return {unit: fmean(values), **halves}
+
+
+def bars(summary: Sequence[Row], regime: str) -> list[Bar]:
+    """Returns the bars of `coat` in the regime "text", none in another."""
+    targets = []
+    for row in summary:
+        of_coat = (row["variant"], row["loss"]) == ("coat", "average_own")
+        if of_coat and regime == "text" and row["percent_half"] is not None:
+            name = f"coat, % of averaged weights' loss above {REFERENCE}"
+            targets = [
+                Bar.of(name, "<=", _MOST_PERCENT, row["percent"]),
+                Bar.of(f"{name}, half of 95%", "<=", _MOST_HALF, row["percent_half"]),
+            ]
+    return targets
+
+
+def columns(unit: str) -> tuple[Column, ...]:
+    """Returns the columns of a table of differences in "percent" or "nats"."""
+    number = ".3f" if unit == "percent" else ".5f"
+    sign = "%" if unit == "percent" else "nats"
+    each = [
+        Column(
+            f"{title}, {sign}",
+            (f"{key}_{unit}", f"{key}_{unit}_half"),
+            f"{{:+{number}}} ± {{:{number}}}",
+        )
+        for key, title in LOSSES.items()
+    ]
+    return (
+        Column("", "variant"),
+        Column("what differs", lambda row: VARIANTS[row["variant"]].about),
+        Column("from", "reference"),
+        Column("seeds", "seeds"),
+        *each,
+        Column("deviation", f"average_own_{unit}_deviation", f"{{:{number}}}"),
+    )
+
+
+def lines(summary: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns a row for each variant, with the values of each kind of loss.
+
+    Halves that are None are NaN.
+    """
+    by_variant: dict[str, dict[str, Any]] = {}
+    for row in summary:
+        about = {key: row[key] for key in ("variant", "reference", "seeds")}
+        line = by_variant.setdefault(row["variant"], about)
+        for unit in ("nats", "percent"):
+            for key in (unit, f"{unit}_half", f"{unit}_deviation"):
+                value = row[key]
+                line[f"{row['loss']}_{key}"] = math.nan if value is None else value
+    return list(by_variant.values())
+
+
+def table(summary: Sequence[Row], title: str, unit: str) -> Table:
+    """Returns the differences in "percent" or "nats" as a table for a terminal."""
+    return tables.table(title, columns(unit), lines(summary))
+
+
+def section(results: Mapping[str, Any]) -> str:
+    """Returns a results file's differences in Markdown, for a page."""
+    unit = "percent" if results["regime"] == "text" else "nats"
+    return tables.markdown(columns(unit), lines(results["summary"]))
+
+
+def figure(summary: Sequence[Row], title: str, unit: str) -> Figure:
+    """Draws differences in "percent" or "nats" with 95% intervals, a line a variant."""
+    names = list(dict.fromkeys(row["variant"] for row in summary))
+    size = (9, 1.8 + 0.42 * len(names))
+    drawn = Figure(figsize=size, layout="constrained", dpi=150)
+    axes = drawn.subplots()
+    for offset, (key, color) in zip((-0.2, 0.0, 0.2), _COLORS.items(), strict=True):
+        of_key = [row for row in summary if row["loss"] == key]
+        axes.errorbar(
+            [row[unit] for row in of_key],
+            [names.index(row["variant"]) + offset for row in of_key],
+            xerr=[row[f"{unit}_half"] or math.nan for row in of_key],
+            fmt="o", markersize=4, capsize=2, color=color, label=LOSSES[key],
+        )  # fmt: skip
+    axes.axvline(0, color="0.4", linewidth=0.8)
+    labels = [f"{name} − {VARIANTS[name].reference}" for name in names]
+    axes.set_yticks(range(len(names)), labels)
+    axes.invert_yaxis()
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("difference of losses, " + ("%" if unit == "percent" else "nats"))
+    framed(axes)
+    where = dict(loc="outside lower center", ncols=3, fontsize=9)
+    drawn.legend(frameon=False, **where)
+    return drawn

@@ -1,0 +1,296 @@
+"""The compiled programs of a variant, and a training with one seed."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float32, Int32, UInt16
+
+import coat_jax as coat
+from experiments.common.results import device
+from experiments.common.timing import OPTIONS
+from experiments.studies.fidelity import model, texts
+from experiments.studies.fidelity.variants import REFERENCE, VARIANTS, Forward, Variant
+from experiments.training.optimizer import Optimizer, OptimizerSettings
+
+Regime = Literal["text", "memorize"]
+_WAIT = 20  # Steps that may be queued on the device.
+_TRACING = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup(OptimizerSettings):
+    """All settings of the trainings that are compared, but for what variants change.
+
+    Attributes:
+      regime: "text" for one pass over text and a loss on other text, or "memorize" for
+        many passes over a small set and the loss on that set.
+      shape: The model's shape.
+      seq_len: Tokens to predict in a window.
+      test_windows: Windows to measure the loss on, in "text".
+      set_windows: Windows of the set that is memorized.
+      average: The part of the steps in which a step's weights lose a factor e of their
+        influence on the average of weights.
+    """
+
+    regime: Regime
+    shape: model.Shape
+    seq_len: int
+    test_windows: int
+    set_windows: int
+    average: float = 0.05
+    end_lr: float = 0.0
+    warmup_steps: int = 100
+
+    def windows(self) -> texts.Windows:
+        """Returns the windows to train and to test on.
+
+        Raises:
+          ValueError: If this machine has too little text.
+        """
+        text = self.regime == "text"
+        read = self.steps * self.batch_size
+        windows = texts.windows(
+            texts.python_files(),
+            train=read if text else self.set_windows,
+            test=self.test_windows if text else 1,
+            length=self.seq_len,
+        )
+        return windows if text else windows._replace(test=windows.train)
+
+    def id(self, windows: texts.Windows) -> str:
+        """Returns a hash of the settings, the data and the kind of device."""
+        parts = repr(self), windows.fingerprint, device()["name"]
+        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+class State(NamedTuple):
+    """The state between steps.
+
+    Attributes:
+      params: The parameters.
+      average: Their moving average, float32.
+      opt_state: The optimizer's state.
+      step: The number of steps so far.
+      seed: The seed of stochastic rounding of parameters.
+    """
+
+    params: model.Params
+    average: model.Params
+    opt_state: optax.OptState
+    step: Int32[Array, ""]
+    seed: Int32[Array, ""]
+
+
+class Programs(NamedTuple):
+    """The compiled programs of a variant.
+
+    Attributes:
+      init: A function of the seed that returns a state.
+      step: A function of a state, all windows and their order that returns the next
+        state and the loss. The state is donated.
+      losses: Functions of float32 parameters, all windows and a first row that return a
+        batch's loss: with the variant's forward pass, and with that of `bf16`.
+    """
+
+    init: Callable[..., State]
+    step: Callable[..., tuple[State, Float32[Array, ""]]]
+    losses: dict[str, Callable[..., Float32[Array, ""]]]
+
+
+def compiled(setup: Setup, variant: Variant, train: int, test: int) -> Programs:
+    """Compiles a variant's programs.
+
+    Args:
+      setup: The settings.
+      variant: The variant.
+      train: The number of windows to train on.
+      test: The number of windows to test on.
+    """
+    seed = jax.ShapeDtypeStruct((), jnp.int32)
+    order = jax.ShapeDtypeStruct((setup.steps * setup.batch_size,), jnp.int32)
+    init = partial(_init, setup=setup, variant=variant)
+    with _TRACING:
+        state = jax.eval_shape(init, seed)
+    step = partial(_step, setup=setup, variant=variant)
+    arguments = state, _windows(setup, train), order
+    return Programs(
+        init=_program(init, seed),
+        step=_program(step, *arguments, donate_argnums=0),
+        losses={
+            "own": _loss_program(setup, variant.forward, test),
+            "in_bf16": _loss_program(setup, VARIANTS[REFERENCE].forward, test),
+        },
+    )
+
+
+@functools.cache
+def _loss_program(setup: Setup, forward: Forward, test: int) -> Callable[..., Array]:
+    """Compiles the test loss of a forward pass, which several variants may share."""
+    params = jax.eval_shape(partial(model.init, setup.shape), jax.random.key(0))
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    loss = partial(_test_loss, setup=setup, forward=forward)
+    return _program(loss, params, _windows(setup, test), row)
+
+
+def _windows(setup: Setup, count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count, setup.seq_len + 1), jnp.uint16)
+
+
+def _program(fn: Callable, *arguments: Any, **jit: Any) -> Callable[..., Any]:
+    """Compiles a function; only one thread traces and lowers at a time."""
+    with _TRACING:
+        lowered = jax.jit(fn, **jit).lower(*arguments)
+    return lowered.compile(OPTIONS if jax.default_backend() == "gpu" else None)
+
+
+@contextlib.contextmanager
+def ahead(
+    setup: Setup, variants: Sequence[Variant], windows: texts.Windows
+) -> Iterator[dict[str, Callable[[], Programs]]]:
+    """Compiles variants on threads, while others train in this context.
+
+    On a CPU a variant is compiled when it is first asked for instead, because kernels
+    are interpreted there, which one thread may do at a time.
+
+    Yields:
+      Functions by the variants' names. They return the programs once these are
+      compiled, or raise the error with which that failed.
+    """
+    sizes = {"train": len(windows.train), "test": len(windows.test)}
+    make = partial(compiled, setup, **sizes)
+    if jax.default_backend() != "gpu":
+        yield {v.name: functools.cache(partial(make, v)) for v in variants}
+        return
+    pool = ThreadPoolExecutor(6)
+    try:
+        futures = {v.name: pool.submit(make, v) for v in variants}
+        yield {name: future.result for name, future in futures.items()}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def train(
+    setup: Setup,
+    programs: Programs,
+    seed: int,
+    windows: tuple[UInt16[Array, "n length+1"], UInt16[Array, "m length+1"]],
+    advance: Callable[[int], Any] = lambda steps: None,
+) -> dict[str, float]:
+    """Trains once.
+
+    Args:
+      setup: The settings.
+      programs: The variant's programs.
+      seed: The seed of the initialization and of the order of windows.
+      windows: The windows to train and to test on, on the device.
+      advance: A function that is told how many steps are done since its last call.
+
+    Returns:
+      The test losses of the last weights and of their average, each with the variant's
+      forward pass and with that of `bf16`; the mean training loss of the last twentieth
+      of the steps; and the seconds. Losses are nats per token.
+    """
+    started = time.perf_counter()
+    count = setup.steps * setup.batch_size
+    order = jax.device_put(texts.order(seed, windows=len(windows[0]), count=count))
+    state = programs.init(np.int32(seed))
+    losses = []
+    for step in range(1, setup.steps + 1):
+        state, loss = programs.step(state, windows[0], order)
+        losses.append(loss)
+        if step % _WAIT == 0 or step == setup.steps:
+            jax.block_until_ready(loss)
+            advance(step % _WAIT or _WAIT)
+    last = losses[-math.ceil(setup.steps / 20) :]
+    row = {"train_loss": math.fsum(map(float, last)) / len(last)}
+    row["train_seconds"] = time.perf_counter() - started
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), state.params)
+    for name, params in (("last", wide), ("average", state.average)):
+        for forward, program in programs.losses.items():
+            row[f"{name}_{forward}"] = _mean(setup, program, params, windows[1])
+    return row | {"seconds": time.perf_counter() - started}
+
+
+def _mean(setup: Setup, program: Callable, params: model.Params, test: Array) -> float:
+    """Returns the mean loss of all test windows."""
+    rows = range(0, len(test), _test_batch(setup, len(test)))
+    losses = [program(params, test, np.int32(row)) for row in rows]
+    return math.fsum(map(float, losses)) / len(losses)
+
+
+def _test_batch(setup: Setup, count: int) -> int:
+    """Returns the largest batch, up to that of training, that divides the windows."""
+    return max(n for n in range(1, setup.batch_size + 1) if count % n == 0)
+
+
+def _init(seed: Int32[Array, ""], setup: Setup, variant: Variant) -> State:
+    params = model.init(setup.shape, jax.random.key(seed))
+    params = jax.tree.map(lambda p: p * variant.nudge, params)
+    # These zeros weigh e**-20 at the end, with the default `average`.
+    average = jax.tree.map(jnp.zeros_like, params)
+    params = _stored(params, variant.param_dtype)
+    opt_state = _optimizer(setup, variant).init(params)
+    return State(params, average, opt_state, jnp.int32(0), jnp.int32(seed))
+
+
+def _stored(params: model.Params, dtype: DTypeLike) -> model.Params:
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def _optimizer(setup: Setup, variant: Variant) -> optax.GradientTransformation:
+    settings = dataclasses.replace(setup, b2=variant.b2)
+    optimizer: Optimizer = variant.optimizer
+    return optimizer.transformation(settings, setup.steps)
+
+
+def _step(
+    state: State,
+    windows: UInt16[Array, "n length+1"],
+    order: Int32[Array, " reads"],
+    setup: Setup,
+    variant: Variant,
+) -> tuple[State, Float32[Array, ""]]:
+    size = setup.batch_size
+    rows = lax.dynamic_slice(order, (state.step * size,), (size,))
+    batch = windows[rows].astype(jnp.int32)
+    loss_of = partial(model.loss, shape=setup.shape, forward=variant.forward)
+    loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
+    tx, given = _optimizer(setup, variant), (grads, state.opt_state, state.params)
+    if variant.optimizer.fused:
+        key = jax.random.key(state.seed) if variant.stochastic else None
+        params, opt_state = coat.fused_update(tx, *given, key=key)
+    else:
+        updates, opt_state = tx.update(*given)
+        params = optax.apply_updates(state.params, updates)
+    rate = min(1.0, 1 / (setup.average * setup.steps))
+    average = jax.tree.map(
+        lambda a, p: a + rate * (p.astype(jnp.float32) - a), state.average, params
+    )
+    return State(params, average, opt_state, state.step + 1, state.seed), loss
+
+
+def _test_loss(
+    params: model.Params,
+    windows: UInt16[Array, "m length+1"],
+    row: Int32[Array, ""],
+    setup: Setup,
+    forward: Forward,
+) -> Float32[Array, ""]:
+    size = _test_batch(setup, len(windows))
+    batch = lax.dynamic_slice_in_dim(windows, row, size).astype(jnp.int32)
+    return model.loss(params, batch, shape=setup.shape, forward=forward)

@@ -1,0 +1,209 @@
+"""Variants to train: the recipe `bf16` with one change, and the recipes themselves."""
+
+import dataclasses
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+import coat_jax as coat
+from coat_jax.layers.plain import PlainRecipe
+from coat_jax.layers.recipe import NORMS, Recipe
+from coat_jax.layers.recipes import RECIPES, UNQUANTIZED
+from experiments.studies.fidelity.operands import Grid, Operands
+from experiments.training.optimizer import Optimizer
+
+REFERENCE = "bf16"
+_WIDE = Optimizer(optax.adamw, fused=False)
+
+
+class Forward(NamedTuple):
+    """A model's passes, forward and backward.
+
+    Attributes:
+      recipe: The recipe of layers.
+      ends: The recipe of the first and the last layer.
+      head: The matmul of the logits.
+    """
+
+    recipe: Recipe
+    ends: Recipe
+    head: Literal["bf16", "fp8"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A way to train.
+
+    Attributes:
+      name: The name on command lines and in results.
+      about: What differs from the reference, for tables.
+      recipe: The recipe of layers.
+      ends: The recipe of the first and the last layer; None means `recipe`.
+      head: The matmul of the logits.
+      optimizer: The optimizer.
+      param_dtype: The dtype in which parameters are stored.
+      stochastic: Whether BF16 parameters are rounded stochastically.
+      b2: The decay rate of the second moment.
+      nudge: A factor on the initialization; other than 1 it tells how far trainings
+        drift apart that differ in nothing.
+      reference: The variant that this one is compared with.
+    """
+
+    name: str
+    about: str
+    recipe: Recipe = UNQUANTIZED
+    ends: Recipe | None = None
+    head: Literal["bf16", "fp8"] = "bf16"
+    optimizer: Optimizer = _WIDE
+    param_dtype: DTypeLike = jnp.float32
+    stochastic: bool = False
+    b2: float = 0.95
+    nudge: float = 1.0
+    reference: str = REFERENCE
+
+    @property
+    def forward(self) -> Forward:
+        """The model's passes, forward and backward."""
+        return Forward(self.recipe, self.ends or self.recipe, self.head)
+
+
+class _NormCopies(PlainRecipe):
+    """A recipe whose norms save FP8 copies of their inputs for backward."""
+
+    def norm(self, norm):
+        """Returns a function of weight and x that computes `norm(x)`."""
+        fn = NORMS[norm.kind]
+        return coat.fp8_remat(lambda weight, x: fn(x, weight, eps=norm.eps))
+
+
+class _GateCopies(PlainRecipe):
+    """A recipe whose gates save FP8 copies of their inputs for backward."""
+
+    def norm(self, norm):
+        """Returns a function of weight and x that computes `norm(x)`."""
+        return UNQUANTIZED.norm(norm)
+
+
+def _layers(kind: type[PlainRecipe] = PlainRecipe, **changes) -> PlainRecipe:
+    return kind(**{"linear": UNQUANTIZED.linear} | changes)
+
+
+def _operands(name: str, about: str, **grids: Grid) -> Variant:
+    recipe = _layers(linear=Operands(**grids))
+    return Variant(name=name, about=about, recipe=recipe)
+
+
+def _gradients(name: str, about: str, grid: Grid) -> Variant:
+    return _operands(name, about, dy_for_dx=grid, dy_for_dw=grid)
+
+
+_FP8 = Optimizer(coat.fp8_adamw, fused=True)
+# It has float32 moments, and steps that can round BF16 parameters stochastically.
+_WIDE_FUSED = Optimizer(
+    partial(
+        coat.fp8_adamw,
+        quantize_mask=lambda params: jax.tree.map(lambda _: False, params),
+    ),
+    fused=True,
+)
+# Where a matmul sums over rows, a scale per column is what a kernel can apply.
+_TENSOR, _ROW, _COLUMN = Grid(), Grid(scales="row"), Grid(scales="column")
+_E5M2 = Grid(format=coat.E5M2)
+_BF16 = {"param_dtype": jnp.bfloat16, "optimizer": _WIDE_FUSED}
+_SLOW = {"b2": 0.999, "reference": "b2_999"}
+
+_RECIPES = (
+    Variant(name="bf16", about="BF16 matmuls, float32 parameters and moments"),
+    Variant(name="again", about="bf16 from parameters that are 1e-6 larger",
+            nudge=1 + 1e-6),
+    Variant(name="te", about="the recipe te", recipe=RECIPES["te"]),
+    Variant(name="coat", about="the recipe coat", recipe=RECIPES["coat"],
+            optimizer=_FP8),
+    Variant(name="coat_max", about="the recipe coat_max", recipe=RECIPES["coat_max"],
+            optimizer=_FP8),
+    Variant(name="coat_block", about="the recipe coat_block",
+            recipe=RECIPES["coat_block"], optimizer=_FP8),
+    Variant(name="coat_moments_32", about="coat with float32 moments",
+            recipe=RECIPES["coat"]),
+    Variant(name="coat_ends_bf16", about="coat, first and last layer in BF16",
+            recipe=RECIPES["coat"], ends=UNQUANTIZED, optimizer=_FP8),
+    Variant(name="coat_head_fp8", about="coat, logits in FP8", recipe=RECIPES["coat"],
+            head="fp8", optimizer=_FP8),
+)  # fmt: skip
+_CHANGES = (
+    Variant(name="moments", about="moments in FP8", optimizer=_FP8),
+    Variant(name="head_fp8", about="logits in FP8", head="fp8"),
+    _operands("forward", "forward operands E4M3, a scale per row", x=_ROW, w=_ROW),
+    _operands("forward_tensor", "forward operands E4M3, a scale per tensor",
+              x=_TENSOR, w=_TENSOR),
+    _operands("forward_x", "forward activations E4M3, a scale per row", x=_ROW),
+    _operands("forward_w", "forward weights E4M3, a scale per row", w=_ROW),
+    _gradients("gradients", "gradients E5M2, a scale per tensor", _E5M2),
+    _gradients("gradients_stochastic", "gradients E5M2, rounded stochastically",
+               Grid(format=coat.E5M2, stochastic=True)),
+    _gradients("gradients_e4m3", "gradients E4M3, a scale per tensor", _TENSOR),
+    _operands("gradients_channel", "gradients E4M3, a scale per token or channel",
+              dy_for_dx=_ROW, dy_for_dw=_COLUMN),
+    _gradients("gradients_block", "gradients E4M3, a scale per 128 x 128",
+               Grid(scales="block")),
+    _operands("gradients_dx", "gradients E5M2 for input gradients alone",
+              dy_for_dx=_E5M2),
+    _operands("gradients_dw", "gradients E5M2 for weight gradients alone",
+              dy_for_dw=_E5M2),
+    _operands("backward_w", "weights E4M3 for input gradients, a scale per tensor",
+              w_for_dx=_TENSOR),
+    _operands("backward_w_channel", "weights E4M3 for input gradients, per channel",
+              w_for_dx=_COLUMN),
+    _operands("backward_x", "activations E4M3 for weight gradients, per tensor",
+              x_for_dw=_TENSOR),
+    _operands("backward_x_channel", "activations E4M3 for weight gradients, a channel",
+              x_for_dw=_COLUMN),
+    _operands("saved", "activations in groups of 16 for weight gradients",
+              x_for_dw=Grid(scales="group")),
+    Variant(name="norms", about="norms' backward from FP8 copies",
+            recipe=_layers(_NormCopies)),
+    Variant(name="gates", about="gates' backward from FP8 copies",
+            recipe=_layers(
+                _GateCopies, pointwise=partial(coat.fp8_remat, params_argnums=()))),
+    Variant(name="segments", about="all copies of fp8_remat, matmuls in BF16",
+            recipe=_layers(segment=coat.fp8_remat, projection=coat.fp8_remat)),
+    Variant(name="qkv", about="attention runs again from FP8 q, k and v",
+            recipe=_layers(
+                attention=partial(coat.fp8_remat, rerun_attention=True))),
+    Variant(name="params_nearest", about="BF16 parameters, rounded to nearest",
+            **_BF16),
+    Variant(name="params_stochastic", about="BF16 parameters, rounded stochastically",
+            stochastic=True, **_BF16),
+    Variant(name="b2_999", about="bf16 with b2 = 0.999", b2=0.999),
+    Variant(name="moments_b2_999", about="moments in FP8, b2 = 0.999",
+            optimizer=_FP8, **_SLOW),
+    Variant(name="coat_b2_999", about="the recipe coat, b2 = 0.999",
+            recipe=RECIPES["coat"], optimizer=_FP8, **_SLOW),
+)  # fmt: skip
+VARIANTS = {variant.name: variant for variant in (*_RECIPES, *_CHANGES)}
+
+
+def chosen(names: str) -> tuple[Variant, ...]:
+    """Returns the variants named in `names`, with commas between; "all" means all.
+
+    The references that others need come first, whether they are named or not.
+
+    Raises:
+      ValueError: If there is no variant of a name, or a name comes twice.
+
+    Examples:
+      >>> [variant.name for variant in chosen("coat,te")]
+      ['bf16', 'coat', 'te']
+    """
+    requested = list(VARIANTS) if names == "all" else names.split(",")
+    for name in requested:
+        if name not in VARIANTS:
+            raise ValueError(f"variants are {', '.join(VARIANTS)}; got {name!r}")
+    if len(set(requested)) < len(requested):
+        raise ValueError(f"variants must be named once, got {names!r}")
+    references = dict.fromkeys(VARIANTS[name].reference for name in requested)
+    return tuple(VARIANTS[name] for name in dict.fromkeys([*references, *requested]))

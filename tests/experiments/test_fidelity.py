@@ -1,0 +1,229 @@
+"""Tests of the fidelity study: operands, intervals, rows, and runs that are cut."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import coat_jax as coat
+from coat_jax.models import llama
+from experiments.studies.fidelity import __main__ as program
+from experiments.studies.fidelity import model, rows, summary, texts, variants
+from experiments.studies.fidelity.operands import Grid, Operands
+
+_E4M3, _E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def _run(variant, seed, loss):
+    return {"variant": variant, "seed": seed} | dict.fromkeys(summary.LOSSES, loss)
+
+
+def test_differences_are_paired_and_their_intervals_are_students():
+    runs = [_run("bf16", seed, loss) for seed, loss in enumerate((1.0, 2.0, 4.0, 9.0))]
+    runs += [_run("coat", 2, 4.0), _run("coat", 0, 1.01), _run("coat", 1, 2.04)]
+    runs.append(_run("te", 3, 9.9))
+    table = {row["variant"]: row for row in summary.differences(runs)}
+    assert table.keys() == {"coat", "te"}
+    # Differences are 1%, 2% and 0%: their deviation is 1%, and t is 4.303 for n = 3.
+    coat_row = table["coat"]
+    assert coat_row["seeds"] == 3
+    assert coat_row["percent"] == pytest.approx(1.0)
+    assert coat_row["percent_deviation"] == pytest.approx(1.0)
+    assert coat_row["percent_half"] == pytest.approx(4.303 / math.sqrt(3))
+    assert coat_row["nats"] == pytest.approx(0.05 / 3)
+    assert table["te"]["percent"] == pytest.approx(10.0)
+    assert table["te"]["percent_half"] is None
+    targets = summary.bars(list(table.values()), "text")
+    assert targets == []  # The last row of each variant is of another loss.
+    targets = summary.bars(summary.differences(runs), "text")
+    assert [bar.holds for bar in targets] == [False, False]
+    assert "| coat |" in summary.section(
+        {"regime": "text", "summary": summary.differences(runs)}
+    )
+
+
+def test_variants_are_compared_with_their_own_reference():
+    runs = [_run("bf16", 0, 1.0), _run("b2_999", 0, 2.0), _run("coat_b2_999", 0, 2.2)]
+    table = {row["variant"]: row for row in summary.differences(runs)}
+    assert table["b2_999"]["percent"] == pytest.approx(100.0)
+    assert table["coat_b2_999"]["percent"] == pytest.approx(10.0)
+    assert [v.name for v in variants.chosen("coat_b2_999")] == ["b2_999", "coat_b2_999"]
+    with pytest.raises(ValueError, match="got 'cost'"):
+        variants.chosen("coat,cost")
+    with pytest.raises(ValueError, match="named once"):
+        variants.chosen("coat,coat")
+
+
+def _rounded(x, dtype, largest, axis=None):
+    """Rounds float64 numbers with scales of powers of two, or of BF16 along an axis."""
+    amax = np.abs(x).max(axis=axis, keepdims=True)
+    if axis is None:
+        scale = 2.0 ** np.ceil(np.log2(amax / largest))
+    else:
+        scale = (amax / largest).astype(ml_dtypes.bfloat16).astype(np.float64)
+    codes = np.clip(x / scale, -largest, largest).astype(dtype)
+    return (codes.astype(np.float64) * scale).astype(ml_dtypes.bfloat16)
+
+
+def test_each_operand_is_rounded_where_its_name_says():
+    rng = np.random.default_rng(0)
+    x, w, dy = (
+        rng.normal(size=shape).astype(ml_dtypes.bfloat16).astype(np.float64)
+        for shape in ((24, 32), (40, 32), (24, 40))
+    )
+    linear = Operands(
+        x=Grid(scales="row"),
+        dy_for_dx=Grid(format=coat.E5M2),
+        w_for_dx=Grid(scales="column"),
+        x_for_dw=Grid(),
+    )
+    arrays = (jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.float32))
+
+    @jax.jit
+    def passes(x, w, dy):
+        y, vjp = jax.vjp(linear, x, w)
+        return y, *vjp(dy)
+
+    y, dx, dw = passes(*arrays, jnp.asarray(dy, jnp.bfloat16))
+    assert (y.dtype, dx.dtype, dw.dtype) == ("bfloat16", "bfloat16", "float32")
+    wide = [
+        a.astype(np.float64)
+        for a in (
+            _rounded(x, _E4M3, 448, axis=1),
+            _rounded(dy, _E5M2, 57344),
+            _rounded(w, _E4M3, 448, axis=0),
+            _rounded(x, _E4M3, 448),
+        )
+    ]
+    expected = wide[0] @ w.T, wide[1] @ wide[2], dy.T @ wide[3]
+    for actual, exact in zip((y, dx, dw), expected, strict=True):
+        # Only the rounding of results to BF16 may differ.
+        error = np.abs(np.asarray(actual, np.float64) - exact)
+        assert error.max() <= 2**-8 * np.abs(exact).max()
+    other = np.abs(np.asarray(dw, np.float64) - dy.T @ x)
+    assert other.max() > 2**-6 * np.abs(dy.T @ x).max()  # Rounding does show.
+
+
+def test_stochastic_rounding_has_the_right_mean():
+    x = jnp.full((512, 64), 1.03, jnp.bfloat16).at[0, 0].set(1.75)
+    y = np.asarray(jax.jit(Grid(stochastic=True))(x), np.float64)[1:]
+    assert set(np.unique(y)) == {1.0, 1.125}
+    assert y.mean() == pytest.approx(float(x[1, 1]), abs=4 * 0.06 / math.sqrt(y.size))
+
+
+def test_the_model_is_llama():
+    shape = model.Shape(layers=3, hidden=32, intermediate=64, head_dim=16)
+    params = model.init(shape, jax.random.key(0))
+    config = llama.LlamaConfig(
+        vocab_size=model.VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=3,
+        num_heads=2,
+        num_kv_heads=2,
+        tie_embeddings=True,
+        recipe="bf16",
+    )
+    llama_model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(llama_model)
+    nnx.replace_by_pure_dict(state, params)
+    windows = jax.random.randint(jax.random.key(1), (2, 17), 0, 257)
+    # The gates' copies are for backward, so that the loss is the same in three parts.
+    recipes = [variants.VARIANTS[name].recipe for name in ("bf16", "gates")]
+    forward = variants.Forward(*recipes, head="bf16")
+
+    @jax.jit
+    def losses(params, state):
+        merged = nnx.merge(graph, state)
+        return (
+            llama.cross_entropy(merged, windows[:, :-1], windows[:, 1:]),
+            model.loss(params, windows, shape=shape, forward=forward),
+        )
+
+    expected, actual = map(float, losses(params, state))
+    assert actual == pytest.approx(expected, rel=1e-5)
+
+
+def test_windows_are_of_distinct_documents_and_read_once_a_pass():
+    documents = [bytes([65 + i]) * 40 for i in range(26)]
+    windows = texts.windows(documents * 2, train=30, test=8, length=16)
+    assert windows.train.shape == (30, 17)
+    assert not set(np.unique(windows.train)) & set(np.unique(windows.test)) - {256}
+    np.testing.assert_array_equal(windows.train[0, -1], windows.train[1, 0])
+    again = texts.windows(reversed(documents), train=30, test=8, length=16)
+    assert again.fingerprint == windows.fingerprint
+    order = texts.order(3, windows=5, count=12)
+    assert sorted(order[:5]) == sorted(order[5:10]) == [0, 1, 2, 3, 4]
+    np.testing.assert_array_equal(order, texts.order(3, windows=5, count=12))
+    assert order.tolist() != texts.order(4, windows=5, count=12).tolist()
+    with pytest.raises(ValueError, match="fewer --steps"):
+        texts.windows(documents, train=90, test=8, length=16)
+
+
+def test_rows_survive_a_cut_and_name_other_setups(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    first, second = ({"setup": "a", "variant": "te", "seed": s} for s in (0, 1))
+    rows.add(path, first)
+    with path.open("ab") as file:
+        file.write(b'{"setup": "a", "var')
+    assert rows.read(path, "a") == [first]
+    rows.add(path, second)
+    assert rows.read(path, "a") == [first, second]
+    with pytest.raises(ValueError, match="line 1, has other settings"):
+        rows.read(path, "b")
+    path.write_bytes(b"[1]\n")
+    with pytest.raises(ValueError, match="line 1, is no row"):
+        rows.read(path, "a")
+
+
+def test_a_cut_run_goes_on_without_repeating_anything(tmp_path, monkeypatch, capsys):
+    documents = [np.random.default_rng(i).bytes(200) for i in range(20)]
+    monkeypatch.setattr(texts, "python_files", lambda: documents)
+    out = tmp_path / "fidelity.json"
+    argv = ["--preset", "tiny", "--variants", "bf16,again", "--out", str(out)]
+    complete, trained = program.Study._run, []
+
+    def interrupted(self, variant, *arguments):
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        trained.append(variant.name)
+        complete(self, variant, *arguments)
+
+    monkeypatch.setattr(program.Study, "_run", interrupted)
+    assert program.main([*argv, "--seeds", "2"]) == 130
+    assert trained == ["bf16", "again", "bf16"]
+    saved = out.with_suffix(".jsonl").read_text()
+
+    monkeypatch.setattr(program.Study, "_run", complete)
+    assert program.main([*argv, "--seeds", "2", "--seconds", "0"]) == 0
+    assert out.with_suffix(".jsonl").read_text() == saved  # It was too late to start.
+    assert program.main([*argv, "--seeds", "2"]) == 0
+    lines = out.with_suffix(".jsonl").read_text()
+    assert lines.startswith(saved)
+    runs = [json.loads(line) for line in lines.splitlines()]
+    assert [(r["seed"], r["variant"]) for r in runs] == [
+        (0, "bf16"),
+        (0, "again"),
+        (1, "bf16"),
+        (1, "again"),
+    ]
+    contents = json.loads(out.read_text())
+    assert contents["rows"] == runs
+    (difference,) = (r for r in contents["summary"] if r["loss"] == "last_own")
+    percents = [
+        100 * (runs[i + 1]["last_own"] / runs[i]["last_own"] - 1) for i in (0, 2)
+    ]
+    assert difference["percent"] == pytest.approx(np.mean(percents))
+    # Student's t is 12.706 for two seeds.
+    half = 12.706 * abs(percents[0] - percents[1]) / 2
+    assert difference["percent_half"] == pytest.approx(half)
+    assert 0.5 * math.log(384) < runs[0]["last_own"] < 1.2 * math.log(384)
+    assert runs[0]["last_own"] != runs[2]["last_own"]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert program.main([*argv, "--steps", "3"]) == 2
+    assert "other settings" in capsys.readouterr().err
