@@ -22,7 +22,8 @@ from pallas_kernels.ops.grouped_matmul.tiles import BLOCK
 from pallas_kernels.ops.grouped_matmul.transposed import blocks, pad_groups
 from pallas_kernels.ops.quantize.groups import numbers_in_jnp
 
-_COLUMNS = 64  # Columns of a thread block.
+_COLUMNS = 64  # Rows are multiples of it.
+_TUNING = Tuning(columns=32)
 
 
 class WeightedGradients(NamedTuple):
@@ -170,7 +171,7 @@ class _WeightedGateGrad(operations.Operation):
             more=Encoding(transposed=jnp.dtype(jnp.float8_e4m3fn), denormals=True),
             sums=True,
             parts=2,
-            tuning=self.tuning or Tuning(columns=_COLUMNS),
+            tuning=self.tuning or _TUNING,
         )
         transposed = gradients.transposed
         return WeightedGradients(

@@ -34,6 +34,7 @@ from pallas_kernels.ops.gate.reference import Gated
 
 _CODES = jnp.float8_e4m3fn  # The dtype of groups that are kept.
 _LONG = LANES * GROUP  # The shortest row whose values are in shared memory.
+_TUNING = Tuning(ctas=16)  # For rows whose values are in registers.
 # The most strips in shared memory. Two thread blocks fit a multiprocessor's.
 _STRIPS = 13
 # The values of one more strip are in registers, for the 28,672 columns of Llama's 70B.
@@ -205,7 +206,7 @@ def _short(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
     tiles = Row(n=groups * GROUP)
     parts = jax.tree.leaves(operands)[0].shape[1]
     rows = Rows(_flat(operands))  # A row has all parts of its operand.
-    share = Share.of(rows, parts * tiles.n, Tuning())
+    share = Share.of(rows, parts * tiles.n, _TUNING)
 
     def kernel(rows, out):
         def part(x, part):
