@@ -169,8 +169,7 @@ def _valid(walk: Walk, cta: Array, blocks: Blocks | None) -> Array | None:
     layout = strip_layout(shape)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
     count = jnp.broadcast_to(blocks.count[lax.div(cta, walk.across)], shape)
-    # Mosaic computes with bits of bytes, and with nothing else of them.
-    return jnp.where(row < count, jnp.int32(-1), jnp.int32(0)).astype(jnp.int8)
+    return jnp.where(row < count, jnp.int32(-1), jnp.int32(0))
 
 
 def _reshaped(out: Encoded, shape: tuple[int, ...]) -> Encoded:

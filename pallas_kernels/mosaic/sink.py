@@ -38,8 +38,8 @@ class Sink:
       scratch: Tiles in shared memory, per part.
       encoding: What to write.
       scale: The per-tensor scale of codes, or None.
-      valid: Bytes with all bits set for a strip's codes in the transposed copy, and
-        zeros for codes in whose place there are zeros; None if there are none.
+      valid: Integers with all bits set for a strip's numbers in the transposed copy,
+        and zeros for numbers in whose place there are zeros; None if there are none.
     """
 
     def __init__(
@@ -112,11 +112,13 @@ class Sink:
         written = self._tiles.setdefault((i, "transposed"), [])
         to = self._scratch[i].transposed.at[pl.ds(len(written) * GROUP, GROUP)]
         if self._valid is not None:
-            codes = lax.bitcast_convert_type(codes, jnp.int8) & self._valid
+            # Mosaic computes with bits of bytes, and with nothing else of them.
+            bits = jnp.int8 if codes.dtype.itemsize == 1 else jnp.int16
+            codes = lax.bitcast_convert_type(codes, bits) & self._valid.astype(bits)
             codes = lax.bitcast_convert_type(codes, self._encoding.transposed)
-        # A lane holds 16 codes of one row and stores them as a column, byte by byte.
-        bytes_of_lane = plgpu.layout_cast(codes, plgpu.Layout.TCGEN05_TMEM_NATIVE(1))
-        mosaic.store(to.transpose((1, 0)), bytes_of_lane)
+        # A lane holds 16 numbers of one row and stores them as a column, one by one.
+        of_lane = plgpu.layout_cast(codes, plgpu.Layout.TCGEN05_TMEM_NATIVE(1))
+        mosaic.store(to.transpose((1, 0)), of_lane)
         written.append(None)
 
     def finish(

@@ -170,14 +170,18 @@ def test_transposes_have_groups_at_multiples_of_128(sizes):
 
 
 @every_implementation
-@pytest.mark.parametrize(("sizes", "n"), [([100, 0, 1, 155], 128), ([129, 3], 144)])
-def test_transposes_of_codes_are_identical(implementation, sizes, n):
+@pytest.mark.parametrize(
+    ("sizes", "n", "dtype"),
+    [([100, 0, 1, 155], 128, E5M2), ([129, 3], 144, E4M3), ([130, 0, 7], 192, BF16)],
+)
+def test_transposes_are_identical(implementation, sizes, n, dtype):
     rng = np.random.default_rng(0)
-    codes = rng.integers(0, 256, (256, n)).astype(np.uint8)  # NaNs among them.
-    codes = codes.view(NUMPY[E5M2])
+    dtype = np.dtype(NUMPY[dtype])
+    x = rng.integers(0, 256, (256, n * dtype.itemsize)).astype(np.uint8).view(dtype)
+    assert np.isnan(x.astype(np.float32)).any()
     transpose = pallas_kernels.grouped_transpose
-    y = kernels.run(implementation, transpose, codes, int32(sizes))
-    kernels.assert_identical(y, padded(codes, sizes))
+    y = kernels.run(implementation, transpose, x, int32(sizes))
+    kernels.assert_identical(y, padded(x, sizes))
 
 
 @every_implementation

@@ -40,8 +40,7 @@ def grouped_transpose(
       group_sizes: The number of rows of each group, int32.
       scale: A per-tensor scale, with which the result is quantized, or None.
       dtype: The dtype of the codes, if there is a scale.
-      implementation: The implementation, of codes or with a scale; None means the
-        kernel where it can run.
+      implementation: The implementation; None means the kernel where it can run.
 
     Raises:
       ValueError: If a dtype or shape is not supported, or the kernel was named and
@@ -58,11 +57,8 @@ def grouped_transpose(
     check_groups(group_sizes, group_sizes.size)
     if x.ndim != 2:
         raise ValueError(f"x must be [rows, n], got {x.shape}")
-    if scale is None and x.dtype not in CODES:
-        check_dtype("x", x.dtype, WIDE)
-        return pad_groups(x, group_sizes).T
+    check_dtype("x", x.dtype, WIDE if scale is not None else (*WIDE, *CODES))
     if scale is not None:
-        check_dtype("x", x.dtype, WIDE)
         check_dtype("codes", dtype, CODES)
         scale = scalar("scale", scale)
     operation = _GroupedTranspose(dtype=jnp.dtype(x.dtype if scale is None else dtype))
@@ -71,7 +67,7 @@ def grouped_transpose(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _GroupedTranspose(operations.Operation):
-    """`grouped_transpose` of codes, or with a scale."""
+    """`grouped_transpose`; `dtype` is the result's."""
 
     dtype: jnp.dtype
     name = "grouped_transpose"
@@ -79,6 +75,8 @@ class _GroupedTranspose(operations.Operation):
     def obstacle(self, x, group_sizes, scale) -> str | None:
         rows, n = x.shape
         step = GROUP if x.dtype in CODES else _columns(x)
+        if scale is None and x.dtype == jnp.float32:
+            return "without a scale it takes no float32"
         if rows < BLOCK or n % step or not n:
             least = f"{BLOCK} rows or more of a multiple of {step} elements"
             return f"it takes {least}, got {rows} of {n}"
@@ -94,9 +92,10 @@ class _GroupedTranspose(operations.Operation):
         return (Axes("_ n"), Axes("_"), WHOLE), Axes("n _")
 
     def kernel(self, x, group_sizes, scale) -> Array:
-        # The kernel moves bytes of codes, so that it does not change NaNs.
-        dtype = self.dtype if scale is not None else jnp.uint8
-        stored = x if scale is not None else lax.bitcast_convert_type(x, dtype)
+        dtype, stored = self.dtype, x
+        if scale is None:  # The kernel moves bits, so that it does not change NaNs.
+            dtype = jnp.uint8 if x.dtype in CODES else jnp.uint16
+            stored = lax.bitcast_convert_type(x, dtype)
         (out,) = elementwise.run(
             _as_float32 if scale is not None else _as_stored,
             (stored[:, None],),
