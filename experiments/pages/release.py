@@ -7,7 +7,7 @@ from experiments.common.tables import Column, markdown
 from experiments.estimate.cards import COLUMNS
 from experiments.pages.sections import section
 
-_FILES = ("release", "release_h200", "release_two")
+_FILES = ("release", "release_h200", "release_moe", "release_two")
 
 
 def released() -> str:
