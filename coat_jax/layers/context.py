@@ -125,7 +125,8 @@ class ContextParallel:
         q: Float[Array, "rows length n d"],
         k: Float[Array, "rows length k d"],
         v: Float[Array, "rows length k d"],
-        *masks: Any,
+        segment_ids: Int[Array, "b s"] | None = None,
+        *options: Any,
     ) -> Float[Array, "b s n d"]:
         """Computes attention of whole sequences, each device some of the heads.
 
@@ -134,11 +135,12 @@ class ContextParallel:
 
         Args:
           attention: A function of queries [b, s, n, d], keys and values [b, s, k, d],
-            and `masks`.
+            segment ids, and `options`.
           q: Queries of the rows of `enter`.
           k: Keys.
           v: Values.
-          *masks: Other arrays that attention reads, or None.
+          segment_ids: The segment ids of whole sequences, or None.
+          *options: Other arrays that attention reads.
 
         Raises:
           ValueError: If devices cannot share the heads.
@@ -148,12 +150,15 @@ class ContextParallel:
         parts = self.parts * self._size(self.head_axes)
         repeats = math.lcm(key_heads, parts) // key_heads
 
-        def exchanged(q, k, v, *masks):
+        def exchanged(q, k, v, segment_ids, *options):
+            if segment_ids is not None:
+                segment_ids = self._constrained(segment_ids, self.batch_axes)
             k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-            return attention(*map(self._to_heads, (q, k, v)), *masks)
+            heads = map(self._to_heads, (q, k, v))
+            return attention(*heads, segment_ids, *options)
 
         heads = self.batch_axes, None, self._split_heads
-        return self._placed(exchanged, q, *heads, more=(k, v, *masks))
+        return self._placed(exchanged, q, *heads, more=(k, v, segment_ids, *options))
 
     def to_rows(
         self, o: Float[Array, "b s n d"]
