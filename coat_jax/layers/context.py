@@ -160,9 +160,7 @@ class ContextParallel:
         heads = self.batch_axes, None, self._split_heads
         return self._placed(exchanged, q, *heads, more=(k, v, segment_ids, *options))
 
-    def to_rows(
-        self, o: Float[Array, "b s n d"]
-    ) -> Float[Array, "rows length n d"]:
+    def to_rows(self, o: Float[Array, "b s n d"]) -> Float[Array, "rows length n d"]:
         """Returns all heads of each row's positions, from the result of `attend`."""
 
         def exchanged(o):
@@ -172,9 +170,7 @@ class ContextParallel:
 
         return self._placed(exchanged, o, self.row_axes, None, self.head_axes)
 
-    def to_heads(
-        self, x: Float[Array, "rows length n d"]
-    ) -> Float[Array, "b s n d"]:
+    def to_heads(self, x: Float[Array, "rows length n d"]) -> Float[Array, "b s n d"]:
         """Undoes `to_rows`."""
         heads = self.batch_axes, None, self._split_heads
         return self._placed(self._to_heads, x, *heads)
