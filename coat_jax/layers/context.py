@@ -4,8 +4,8 @@ All that a layer does is done for each token by itself, but for RoPE, which need
 position, and attention, which needs all keys. So each part of a sequence becomes a row
 of the batch, and only these two know of it. Around attention devices exchange: before
 it has all heads of s / p positions, during it all s positions of n / p heads, and after
-it all heads again (all-to-all; DeepSpeed-Ulysses, arXiv 2309.14509). Attention thus runs
-as on one device, with any mask.
+it all heads again (all-to-all; DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1).
+Attention thus runs as on one device, with any mask.
 """
 
 import dataclasses

@@ -150,8 +150,8 @@ def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
     """Returns FSDP's shardings of parameters, as far as axes divide them.
 
     "fsdp" and "context" split the last axis but one of every matrix, and "tensor" heads
-    and the MLP's hidden layer. An axis of the parameter is whole if the mesh does not divide
-    it.
+    and the MLP's hidden layer. An axis of the parameter is whole if the mesh does not
+    divide it.
     """
 
     def sharding(path: Any, param: Any) -> NamedSharding:
@@ -174,8 +174,8 @@ def _size(names: Any, mesh: Mesh | AbstractMesh) -> int:
 def _spec(path: Any, param: Any, mesh: Mesh | AbstractMesh) -> P:
     """Returns the spec that splits a matrix over "fsdp", "context" and "tensor".
 
-    Of the weights of experts "fsdp" and "context" split the experts, so that each is quantized
-    where it is, and its codes are gathered.
+    Of the weights of experts "fsdp" and "context" split the experts, so that each is
+    quantized where it is, and its codes are gathered.
     """
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     shards = tuple(name for name in ("fsdp", "context") if name in mesh.axis_names)

@@ -13,8 +13,8 @@ train with `optax.adamw` and float32 moments. `coat` and `coat_max` train with
 optimizer steps inside the backward pass (`coat.value_and_update`). On several GPUs
 parameters, moments and the batch are split over all of them. With `--context N` every N
 GPUs split each of their sequences, of which `--batch` is the number. Each case, batch
-size and number of GPUs runs in its own process. New rows are added to the rows of the results
-file, which may be of several models, so that cases can be measured one by one.
+size and number of GPUs runs in its own process. New rows are added to the rows of the
+results file, which may be of several models, so that cases can be measured one by one.
 """
 
 import argparse

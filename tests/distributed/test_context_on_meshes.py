@@ -222,7 +222,7 @@ def test_saved_bytes_are_shards():
 
 def test_what_cannot_be_split_is_refused():
     context = context_of(MESHES["4"])
-    with pytest.raises(ValueError, match="multiple of 4, .* axes context, got 6; use"):
+    with pytest.raises(ValueError, match=r"of 4, .* axes context, got 6; use"):
         config_of("coat", context, num_heads=6, num_kv_heads=2, hidden_size=96)
     with pytest.raises(ValueError, match="of 6 positions into 4: both must divide"):
         context.enter(jnp.zeros((2, 6, 8)))
