@@ -38,7 +38,8 @@ class ContextParallel:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from coat_jax.layers.context import ContextParallel
-      >>> mesh = jax.make_mesh((1, 1), ("data", "context"))
+      >>> auto = (jax.sharding.AxisType.Auto,) * 2
+      >>> mesh = jax.make_mesh((1, 1), ("data", "context"), axis_types=auto)
       >>> context = ContextParallel(mesh=mesh, batch_axes="data")
       >>> x = context.enter(jnp.zeros((2, 8, 64)))
       >>> context.leave(x).shape

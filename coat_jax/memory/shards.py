@@ -71,7 +71,7 @@ def local_length_of(sequence: int, sizes: dict[str, int]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LocalContext:
-    """What `ContextParallel` is to one GPU: its exchanges write arrays of other shapes.
+    """The view of `ContextParallel` on one GPU, where exchanges reshape arrays.
 
     Attributes:
       parts: The number of parts of a sequence.

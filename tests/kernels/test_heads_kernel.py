@@ -151,7 +151,9 @@ def test_what_does_not_fit_is_named():
     one = jnp.float32(1)
     with pytest.raises(ValueError, match=r"n a multiple of m, got .*3, 32"):
         pk.join_heads(q[:, :, :3], k, v, cos, sin, one)
-    with pytest.raises(ValueError, match=r"angles must be \(128, 16\) or .*, got \(64, 16"):
+    with pytest.raises(
+        ValueError, match=r"angles must be \(128, 16\) or .*, got \(64, 16"
+    ):
         pk.join_heads(q, k, v, cos[:64], sin[:64], one)
     with pytest.raises(ValueError, match=r"codes must be .* got bfloat16"):
         pk.join_heads(q, k, v, cos, sin, one, dtype=BF16)
