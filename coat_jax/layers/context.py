@@ -117,8 +117,8 @@ class ContextParallel:
     def starts(self, rows: int, length: int) -> Int[Array, " rows"]:
         """Returns the position at which each row of `enter` begins."""
         of_a_shard = rows // (self._size(self.batch_axes) * self.parts)
-        part = jnp.arange(rows) // of_a_shard % self.parts
-        return self._placed(lambda part: part * length, part, self.row_axes)
+        indices = jnp.arange(rows) // of_a_shard % self.parts
+        return self._placed(lambda index: index * length, indices, self.row_axes)
 
     def attend(
         self,
@@ -196,15 +196,15 @@ class ContextParallel:
 
     def _constrained(self, x: Array, *spec: Any) -> Array:
         # Gradients get the same constraint.
-        place = NamedSharding(self._mesh_at(x), P(*spec))
-        return jax.lax.with_sharding_constraint(x, place)
+        sharding = NamedSharding(self._mesh_at(x), P(*spec))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def _placed(self, fn: Callable, x: Array, *spec: Any, more: tuple = ()) -> Array:
         """Returns `fn(x, *more)` with a sharding, on automatic or explicit axes."""
         mesh = self._mesh_at(x)
         if explicit := mesh.explicit_axes:
-            place = NamedSharding(mesh, P(*spec))
-            run = jax.sharding.auto_axes(fn, axes=explicit, out_sharding=place)
+            sharding = NamedSharding(mesh, P(*spec))
+            run = jax.sharding.auto_axes(fn, axes=explicit, out_sharding=sharding)
             return run(x, *more)
         return self._constrained(fn(x, *more), *spec)
 

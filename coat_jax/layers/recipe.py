@@ -68,22 +68,22 @@ class Attention:
         q: Float[Array, "b s n d"],
         k: Float[Array, "b s k d"],
         v: Float[Array, "b s k d"],
-        kept: tuple[Array, ...],
+        copies: tuple[Array, ...],
         segment_ids: Int[Array, "b s"] | None,
         local: Bool[Array, ""] | None,
     ) -> Float[Array, "b s n d"]:
         """Computes `causal_attention`; with a context by `ContextParallel.attend`.
 
-        Attention then saves what it exchanges, so that no copies are needed.
+        Attention then saves what it exchanges, so that it needs no copies.
         """
 
-        def attention(q, k, v, segment_ids, local, kept=()):
+        def attention(q, k, v, segment_ids, local, copies=()):
             return causal_attention(
-                q, k, v, kept, segment_ids, scores=self.scores, local=local
+                q, k, v, copies, segment_ids, scores=self.scores, local=local
             )
 
         if self.context is None:
-            return attention(q, k, v, segment_ids, local, kept)
+            return attention(q, k, v, segment_ids, local, copies)
         return self.context.attend(attention, q, k, v, segment_ids, local)
 
 

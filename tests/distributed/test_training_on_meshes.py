@@ -141,7 +141,7 @@ def test_what_a_mesh_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="multiple of 8, for the mesh fsdp=8; got 12"):
         meshes.check_batch("--batch-size", 12, devices)
     devices = meshes.make({"context": 8})
-    with pytest.raises(ValueError, match="multiple of 8, for the mesh context=8; got"):
+    with pytest.raises(ValueError, match=r"multiple of 8, for the mesh context=8; got"):
         meshes.check_length("--seq-len", 12, devices)
     with pytest.raises(ValueError, match=r"number must be a multiple of 8, .* got 2"):
         training.Trainer(
