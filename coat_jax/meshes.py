@@ -82,6 +82,7 @@ def embedded(
     table: Float[Array, "vocab h"],
     tokens: Int[Array, "b s"],
     batch_axes: str | tuple[str, ...] | None,
+    length_axis: str | None = None,
 ) -> Float[Array, "b s h"]:
     """Returns the rows of `table` at `tokens`, split like the tokens on a mesh.
 
@@ -90,6 +91,7 @@ def embedded(
       tokens: The tokens.
       batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic.
         None leaves it to XLA.
+      length_axis: The mesh axis that splits sequences, if automatic axes do.
     """
     mesh = array_types.mesh_of((table, tokens))
     if mesh is None or mesh.manual_axes:
@@ -99,7 +101,7 @@ def embedded(
         where = jax.NamedSharding(mesh, P(batch, length, None))
         return table.at[tokens].get(out_sharding=where)
     x = table[tokens]
-    if batch_axes is None:
+    if batch_axes is None and length_axis is None:
         return x
-    where = jax.NamedSharding(mesh, P(batch_axes, None, None))
+    where = jax.NamedSharding(mesh, P(batch_axes, length_axis, None))
     return jax.lax.with_sharding_constraint(x, where)

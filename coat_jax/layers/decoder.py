@@ -16,6 +16,7 @@ from coat_jax.layers.attention import (
     cached_attention,
     causal_attention,
 )
+from coat_jax.layers.context import ContextParallel
 from coat_jax.layers.experts.routing import Experts, Routing, Shares
 from coat_jax.layers.heads import HeadSteps, QkNorm
 from coat_jax.layers.rope import Rope, RopeScaling
@@ -80,6 +81,8 @@ class DecoderLayer(nnx.Module):
         the MLP alone, and scaling just in time.
       output_scale: A factor on the initialization of the two weights whose matmuls
         write to the residual stream.
+      context: How sequences are split over devices. The layer then takes and returns
+        the rows of `ContextParallel.enter`, but segment ids of whole sequences.
       rngs: The random number generators for the initialization.
 
     Raises:
@@ -141,6 +144,7 @@ class DecoderLayer(nnx.Module):
         experts: Experts | None = None,
         param_dtype: DTypeLike = jnp.float32,
         output_scale: float = 1.0,
+        context: ContextParallel | None = None,
         rngs: nnx.Rngs,
     ):
         check_positive(
@@ -168,6 +172,8 @@ class DecoderLayer(nnx.Module):
         )
         if experts is not None:
             recipes.check_experts(recipe, scaling, norm_placement)
+        if context is not None:
+            context.check(num_heads)
         self.experts = experts
         self.recipe = recipe
         self.norm = recipes.Norm(kind=norm, eps=norm_eps)
@@ -181,6 +187,7 @@ class DecoderLayer(nnx.Module):
             theta=rope_theta,
             scaling=rope_scaling,
             rotated=rotated,
+            context=context,
         )
         local_rope = None if local_rope_theta is None else Rope(theta=local_rope_theta)
         steps = HeadSteps(
@@ -193,6 +200,7 @@ class DecoderLayer(nnx.Module):
             scores=scores,
             steps=None if rotated else steps,
             out_norm=None if norm_placement == "before" else self.norm,
+            context=context,
         )
         self.local = nnx.data(None)
         self.gate = gate

@@ -41,6 +41,7 @@ from coat_jax.fp8.matmul import (
     tensor_scales,
     weight_gradient,
 )
+from coat_jax.layers.context import ContextParallel
 from coat_jax.layers.parts import Heads, Norm, Stream
 from coat_jax.layers.shards import by_shards
 from coat_jax.meshes import on_explicit_tokens
@@ -92,26 +93,30 @@ def _attention_segment(params, stream, norm, heads, keep_copies):
 def _attention_in(params, stream, norm, heads, keep_copies):
     x = stream.x
     h, groups = norm.forward(x, params["norm"])
+    starts = heads.starts(x)
     (q, k, v, *kept), w = product_heads(
         h,
         params["qkv"],
         x.dtype,
-        heads.angles(x.shape[1]),
+        heads.angles(x.shape[1], starts),
         heads.num_kv_heads,
         copies=1 + keep_copies,
     )
-    return (q, k, v, tuple(kept), stream), (params, groups, *tensor_scales(h, w))
+    starts = None if heads.context is None else starts
+    residuals = params, groups, *tensor_scales(h, w), starts
+    return (q, k, v, tuple(kept), stream), residuals
 
 
 # Devices may add up this segment's gradients while they compute the next layer's.
-@by_shards(False, True, False, False, known=False)
+@by_shards(False, True, False, False, True, known=False)
 def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
-    params, groups, scale, w_scale = residuals
+    params, groups, scale, w_scale, starts = residuals
     amax = params.get("amax", {})
     *dheads, _, (dx, _, token) = cotangents
     if token is not None:
         scale = scale + token  # Other segments' gradients are added up by now.
-    gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
+    history, start = amax.get("qkv_grad"), 0 if starts is None else starts
+    gradient = heads.gradient(*dheads, history=history, start=start)
     # `after` delays the quantization of the weights until attention's backward pass is
     # over. XLA could quantize them earlier, and their codes would take memory. Devices
     # that gather the codes do it during attention's backward pass.
@@ -130,30 +135,48 @@ def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
 _attention_segment.defvjp(_attention_in, _attention_in_grads)
 
 
-def attention_out(params: Params, o: Float[Array, "b s n d"], stream: Stream) -> Stream:
+def attention_out(
+    params: Params,
+    o: Float[Array, "b s n d"],
+    stream: Stream,
+    context: ContextParallel | None = None,
+) -> Stream:
     """Computes `x + o @ out.T` for attention's output `o`.
 
     `params` holds `out` [h, n * d]. Backward reads `o`, which attention's backward pass
-    saves anyway.
+    saves anyway. With a context `o` comes from `ContextParallel.attend`, split over
+    heads. Devices exchange it for the matmul, and in backward again.
     """
-    run = on_explicit_tokens(_out_segment, stream.x, stream.tokens())
+
+    def segment(params, o, stream):
+        return _out_segment(params, o, stream, context)
+
+    run = on_explicit_tokens(segment, stream.x, stream.tokens())
     return run(_with_histories(params, stream), o, stream)
 
 
-@jax.custom_vjp
-def _out_segment(params, o, stream):
-    return _attention_out(params, o, stream)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _out_segment(params, o, stream, context):
+    return _attention_out(params, o, stream, context)[0]
 
 
-@array_types.on_common_mesh
-def _attention_out(params, o, stream):
-    rows = quantize_tokens(joined(o))
+def _attention_out(params, o, stream, context):
+    params, o, stream = array_types.with_common_mesh((params, o, stream))
+    rows = quantize_tokens(joined(o if context is None else context.to_rows(o)))
     y, w = product(rows, params["out"], stream.x.dtype, stream.x)
     return stream.with_array(y), (params, o, *tensor_scales(rows, w))
 
 
+def _attention_out_grads(context, residuals, dy):
+    if context is None:
+        return _out_grads(residuals, dy)
+    params, o, *scales = residuals
+    grads, do, dy = _out_grads((params, context.to_rows(o), *scales), dy)
+    return grads, context.to_heads(do), dy
+
+
 @by_shards(False, True, False, False)
-def _attention_out_grads(residuals, dy):
+def _out_grads(residuals, dy):
     params, o, scale, w_scale = residuals
     amax = params.get("amax", {})
     gradient = dy.codes(amax.get("out_grad"))

@@ -46,7 +46,7 @@ class HeadSteps:
         k: Float[Array, "b s k d"],
         v: Float[Array, "b s k d"],
         *,
-        start: Int[Array, ""] | int = 0,
+        start: Int[Array, "*b"] | int = 0,
         local: Bool[Array, ""] | None = None,
     ) -> HeadArrays:
         """Returns queries, keys and values for attention, in the dtype of `q`.
@@ -58,7 +58,7 @@ class HeadSteps:
           q: Queries, as the matmul returns them.
           k: Keys.
           v: Values.
-          start: The position of the first token.
+          start: The position of the first token, or of each row's first token.
           local: Whether attention is local, which selects `local_rope`.
         """
         if "bias" in params:

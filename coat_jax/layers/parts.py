@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels as kernels
 from coat_jax.fp8.matmul import checked, quantize_tensor
 from coat_jax.layers import functional
+from coat_jax.layers.context import ContextParallel
 from coat_jax.layers.rope import Rope, RopeScaling
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import delayed_scale
@@ -96,6 +97,7 @@ class Heads:
       scaling: A change of RoPE's frequencies.
       rotated: Whether RoPE is applied here. If not, the angles are zero, and
         `HeadSteps` applies it.
+      context: How sequences are split over devices; None means that they are whole.
     """
 
     num_kv_heads: int
@@ -103,11 +105,19 @@ class Heads:
     theta: float
     scaling: RopeScaling | None = None
     rotated: bool = True
+    context: ContextParallel | None = None
+
+    def starts(self, x: Float[Array, "b s ..."]) -> Int[Array, " b"] | int:
+        """Returns the position of the first token of each row of the stream `x`."""
+        return 0 if self.context is None else self.context.starts(*x.shape[:2])
 
     def angles(
-        self, length: int, start: Int[Array, ""] | int = 0
+        self, length: int, start: Int[Array, "*b"] | int = 0
     ) -> tuple[Array, Array]:
-        """Returns cosines and sines of `length` positions' angles, [length, d / 2]."""
+        """Returns cosines and sines of `length` positions' angles, [*b, length, d / 2].
+
+        The positions are those from `start` on, or from each of several starts.
+        """
         if not self.rotated:
             shape = length, self.head_dim // 2
             return jnp.ones(shape), jnp.zeros(shape)
@@ -116,13 +126,13 @@ class Heads:
         )
 
     def split(
-        self, y: Float[Array, "b s m"], start: Int[Array, ""] | int = 0
+        self, y: Float[Array, "b s m"], start: Int[Array, "*b"] | int = 0
     ) -> tuple[Array, Array, Array]:
         """Splits `y` into heads and applies RoPE to queries and keys.
 
         Args:
           y: The columns of all heads.
-          start: The position of the first token.
+          start: The position of the first token, or of each row's first token.
 
         Returns:
           Queries [b, s, n, d], keys and values [b, s, k, d].
@@ -131,13 +141,18 @@ class Heads:
         return split_heads(y, *angles, num_kv_heads=self.num_kv_heads, dtype=y.dtype)
 
     def gradient(
-        self, q: Array, k: Array, v: Array, history: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        history: Array | None = None,
+        start: Int[Array, "*b"] | int = 0,
     ) -> Codes:
         """Computes codes of the gradient of `split`'s input, from those of its outputs.
 
         RoPE is undone in the same kernel.
         """
-        cos, sin = self.angles(q.shape[1])
+        cos, sin = self.angles(q.shape[1], start)
         dtype = E5M2.dtype
         if history is not None:
             arrays = q, k, v, cos, sin, delayed_scale(history, E5M2)

@@ -9,7 +9,6 @@ import optax
 from jaxtyping import Array, Float
 
 from coat_jax.fp8 import matmul
-from coat_jax.layers.attention import causal_attention
 from coat_jax.layers.experts import composed
 from coat_jax.layers.experts.products import Product
 from coat_jax.layers.experts.routing import Experts, Shares
@@ -72,7 +71,8 @@ class PlainRecipe(Recipe):
 
         def segment(params, x):
             y = self.project_in(params, x, norm=norm)
-            return self.pointwise(heads.split)(y)
+            split = partial(heads.split, start=heads.starts(x))
+            return self.pointwise(split)(y)
 
         return *self.segment(segment)(params, x), (), x
 
@@ -90,16 +90,19 @@ class PlainRecipe(Recipe):
         local: Array | None = None,
     ) -> Residual:
         """Computes attention and the output projection."""
+        context = attention.context
 
         def project(params, o, x):
             return self.project_out(params, o, x, norm=attention.out_norm)
 
         def segment(params, q, k, v, x):
             if attention.steps is not None:
-                steps = self.pointwise(partial(attention.steps.apply, local=local))
+                start = attention.starts(x)
+                apply = partial(attention.steps.apply, start=start, local=local)
+                steps = self.pointwise(apply)
                 q, k, v = self.segment(steps)(params["heads"], q, k, v)
-            scores = attention.scores
-            o = causal_attention(q, k, v, kept, segment_ids, scores=scores, local=local)
+            o = attention.run(q, k, v, kept, segment_ids, local)
+            o = o if context is None else context.to_rows(o)
             return self.projection(project)(params, o, x)
 
         return self.attention(segment)(params, q, k, v, x)

@@ -10,7 +10,8 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax.layers import functional
-from coat_jax.layers.attention import LLAMA_SCORES, Scores
+from coat_jax.layers.attention import LLAMA_SCORES, Scores, causal_attention
+from coat_jax.layers.context import ContextParallel
 from coat_jax.layers.experts.routing import Experts, Shares
 from coat_jax.layers.flow import Params
 from coat_jax.layers.heads import HeadSteps
@@ -50,11 +51,40 @@ class Attention:
         matmul has applied RoPE.
       out_norm: The norm of the projection's output, before it is added to the residual
         stream; None means no norm.
+      context: How sequences are split over devices; None means that they are whole.
     """
 
     scores: Scores = LLAMA_SCORES
     steps: HeadSteps | None = None
     out_norm: Norm | None = None
+    context: ContextParallel | None = None
+
+    def starts(self, x: Float[Array, "b s ..."]) -> Int[Array, " b"] | int:
+        """Returns the position of the first token of each row of `x`."""
+        return 0 if self.context is None else self.context.starts(*x.shape[:2])
+
+    def run(
+        self,
+        q: Float[Array, "b s n d"],
+        k: Float[Array, "b s k d"],
+        v: Float[Array, "b s k d"],
+        copies: tuple[Array, ...],
+        segment_ids: Int[Array, "b s"] | None,
+        local: Bool[Array, ""] | None,
+    ) -> Float[Array, "b s n d"]:
+        """Computes `causal_attention`; with a context by `ContextParallel.attend`.
+
+        Attention then saves what it exchanges, so that it needs no copies.
+        """
+
+        def attention(q, k, v, segment_ids, local, copies=()):
+            return causal_attention(
+                q, k, v, copies, segment_ids, scores=self.scores, local=local
+            )
+
+        if self.context is None:
+            return attention(q, k, v, segment_ids, local, copies)
+        return self.context.attend(attention, q, k, v, segment_ids, local)
 
 
 LLAMA_ATTENTION = Attention()

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 from coat_jax.fp8 import matmul
 from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.layers import blockwise, flow, shards
-from coat_jax.layers.attention import causal_attention
 from coat_jax.layers.experts import flow as expert_flow
 from coat_jax.layers.experts.products import fp8_product, plain_product
 from coat_jax.layers.experts.routing import Experts, Shares
@@ -79,7 +78,8 @@ class Fp8Recipe(Recipe):
         """Computes queries, keys and values."""
         # A wrapper such as `fp8_remat` saves its own copies of q, k and v. Steps before
         # attention compute others, which attention saves itself.
-        copies = heads.rotated and self.attention is identity
+        saves = self.attention is identity and heads.context is None
+        copies = heads.rotated and saves
         return flow.attention_in(params, x, norm, heads, copies)
 
     def attention_out(
@@ -104,11 +104,11 @@ class Fp8Recipe(Recipe):
         def segment(params, q, k, v, x):
             params, of_heads = params
             if attention.steps is not None:
-                steps = partial(attention.steps.apply, local=local)
+                start = attention.starts(x.x)
+                steps = partial(attention.steps.apply, start=start, local=local)
                 q, k, v = saving(steps)(of_heads, q, k, v)
-            scores = attention.scores
-            o = causal_attention(q, k, v, kept, segment_ids, scores=scores, local=local)
-            return flow.attention_out(params, o, x)
+            o = attention.run(q, k, v, kept, segment_ids, local)
+            return flow.attention_out(params, o, x, attention.context)
 
         return self.attention(segment)((params, of_heads), q, k, v, x)
 

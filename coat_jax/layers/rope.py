@@ -80,9 +80,11 @@ class Rope:
     scaling: RopeScaling | None = None
 
     def angles(
-        self, length: int, head_dim: int, start: Int[Array, ""] | int = 0
-    ) -> tuple[Float[Array, "length half"], Float[Array, "length half"]]:
+        self, length: int, head_dim: int, start: Int[Array, "*b"] | int = 0
+    ) -> tuple[Float[Array, "*b length half"], Float[Array, "*b length half"]]:
         """Returns cosines and sines of the angles of `length` positions from `start`.
+
+        With an array [b] of starts each of b sequences has its own positions.
 
         The angle of position p and pair i is p times the frequency of the pair, which
         is `theta ** (-2 * i / head_dim)` without scaling.

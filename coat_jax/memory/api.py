@@ -19,6 +19,7 @@ from coat_jax.memory.shards import (
     checked_shardings,
     local_batch_of,
     local_config,
+    local_length_of,
 )
 from coat_jax.memory.step import estimate_step
 from coat_jax.models import llama
@@ -56,12 +57,13 @@ def estimate_memory(
       config: The shape and precision of the model.
       batch: The number of sequences in a step, on all GPUs together.
       sequence: The number of tokens in a sequence.
-      mesh: A mesh with axes named "data", "fsdp" and "tensor", any of them. "data" and
-        "fsdp" split the batch, "fsdp" the parameters, and "tensor" heads and the MLP's
-        hidden layer. An `AbstractMesh` needs no devices. None is one GPU.
+      mesh: A mesh with axes named "data", "fsdp", "context" and "tensor", any of them.
+        "data" and "fsdp" split the batch, "context" sequences, "fsdp" and "context" the
+        parameters, and "tensor" heads and the MLP's hidden layer. An `AbstractMesh`
+        needs no devices. None is one GPU.
       shardings: The shardings of the parameters: a tree of `NamedSharding` with the
-        structure of the model's `nnx.Param` state. By default "fsdp" splits the last
-        axis but one of every matrix, or the experts.
+        structure of the model's `nnx.Param` state. By default "fsdp" and "context"
+        split the last axis but one of every matrix, or the experts.
       recipe: The recipe, if it is not the configuration's.
       optimizer: The optimizer. By default it is `coat.fp8_adamw` for the recipes "coat"
         and "coat_max", and `optax.adamw` with float32 moments for the others.
@@ -90,7 +92,7 @@ def estimate_memory(
         optimizer = default_optimizer(config.recipe)
     sizes = axis_sizes(mesh)
     local_batch = local_batch_of(positive_int("batch", batch), sizes)
-    positive_int("sequence", sequence)
+    local_length = local_length_of(positive_int("sequence", sequence), sizes)
     params = _params(config)
     if mesh is None and shardings is not None:
         raise ValueError("shardings need the mesh that they are on, got mesh=None")
@@ -101,9 +103,9 @@ def estimate_memory(
     return estimate_step(
         loss,
         *state,
-        jax.ShapeDtypeStruct((local_batch, sequence + 1), jnp.int32),
+        jax.ShapeDtypeStruct((local_batch, local_length + 1), jnp.int32),
         optimizer=optimizer,
-        logits=chunk_of_logits(local_batch * sequence, config.vocab_size),
+        logits=chunk_of_logits(local_batch * local_length, config.vocab_size),
         whole=None if places is None else (params, places),
         gpus=math.prod(sizes.values()),
         layers=_layers(params) if released else None,

@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
 from coat_jax.models import llama
 
-# Mesh axes by what they split: the batch, the parameters and the batch, and the heads
-# and the MLP's hidden layer.
-_AXES = ("data", "fsdp", "tensor")
+# Mesh axes by what they split: the batch, the parameters and the batch, the parameters
+# and sequences, and the heads and the MLP's hidden layer.
+_AXES = ("data", "fsdp", "context", "tensor")
 # The axis "tensor" splits the inputs of these weights, and the outputs of the others.
 _SPLIT_BY_INPUTS = ("out", "down")
 # The weights of experts in stacks of layers, and their numbers of axes.
@@ -53,6 +55,62 @@ def local_batch_of(batch: int, sizes: dict[str, int]) -> int:
     return batch // parts
 
 
+def local_length_of(sequence: int, sizes: dict[str, int]) -> int:
+    """Returns one GPU's part of a sequence.
+
+    Raises:
+      ValueError: If the mesh does not divide the sequence.
+    """
+    if sequence % (parts := sizes.get("context", 1)):
+        raise ValueError(
+            f"sequence must be a multiple of {parts}, the size of the axis context, "
+            f"got {sequence}"
+        )
+    return sequence // parts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LocalContext:
+    """The view of `ContextParallel` on one GPU, where exchanges reshape arrays.
+
+    Attributes:
+      parts: The number of parts of a sequence.
+    """
+
+    parts: int
+    batch_axes = row_axes = axis = None
+
+    def check(self, num_heads: int) -> None:
+        if num_heads % self.parts:
+            raise ValueError(
+                f"the axis context must divide num_heads {num_heads} of a GPU, got "
+                f"{self.parts}"
+            )
+
+    def enter(self, x: Array) -> Array:
+        return x
+
+    leave = enter
+
+    def starts(self, rows: int, length: int) -> Array:
+        return jnp.zeros(rows, jnp.int32)
+
+    def attend(self, attention: Any, q: Array, k: Array, v: Array, *more: Any) -> Array:
+        repeats = math.lcm(k.shape[2], self.parts) // k.shape[2]
+        k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+        return attention(*map(self.to_heads, (q, k, v)), *more)
+
+    def to_heads(self, x: Array) -> Array:
+        b, s, n, d = x.shape
+        x = x.reshape(b, s, self.parts, -1, d).swapaxes(1, 2)
+        return x.reshape(b, self.parts * s, n // self.parts, d)
+
+    def to_rows(self, o: Array) -> Array:
+        b, s, n, d = o.shape
+        o = o.reshape(b, self.parts, -1, n, d).swapaxes(1, 2)
+        return o.reshape(b, s // self.parts, self.parts * n, d)
+
+
 def local_config(config: llama.LlamaConfig, sizes: dict[str, int]) -> llama.LlamaConfig:
     """Returns the configuration of one GPU's part of each layer."""
     parts = sizes.get("tensor", 1)
@@ -65,7 +123,9 @@ def local_config(config: llama.LlamaConfig, sizes: dict[str, int]) -> llama.Llam
             )
     local = {name: getattr(config, name) // parts for name in split}
     head_dim = config.head_dim or config.hidden_size // config.num_heads
-    return dataclasses.replace(config, head_dim=head_dim, **local)
+    context = sizes.get("context", 1)
+    local["context"] = None if context == 1 else _LocalContext(parts=context)
+    return dataclasses.replace(config, head_dim=head_dim, batch_axes=None, **local)
 
 
 def checked_shardings(
@@ -89,9 +149,9 @@ def checked_shardings(
 def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
     """Returns FSDP's shardings of parameters, as far as axes divide them.
 
-    "fsdp" splits the last axis but one of every matrix, and "tensor" heads and the
-    MLP's hidden layer. An axis of the parameter is whole if the mesh does not divide
-    it.
+    "fsdp" and "context" split the last axis but one of every matrix, and "tensor" heads
+    and the MLP's hidden layer. An axis of the parameter is whole if the mesh does not
+    divide it.
     """
 
     def sharding(path: Any, param: Any) -> NamedSharding:
@@ -112,27 +172,28 @@ def _size(names: Any, mesh: Mesh | AbstractMesh) -> int:
 
 
 def _spec(path: Any, param: Any, mesh: Mesh | AbstractMesh) -> P:
-    """Returns the spec that splits a matrix over the axes "fsdp" and "tensor".
+    """Returns the spec that splits a matrix over "fsdp", "context" and "tensor".
 
-    Of the weights of experts "fsdp" splits the experts, so that each is quantized
-    where it is, and its codes are gathered.
+    Of the weights of experts "fsdp" and "context" split the experts, so that each is
+    quantized where it is, and its codes are gathered.
     """
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    fsdp, tensor = (name in mesh.axis_names for name in ("fsdp", "tensor"))
+    shards = tuple(name for name in ("fsdp", "context") if name in mesh.axis_names)
+    tensor = "tensor" in mesh.axis_names
     in_layer = "layers" in names
     vector = "norm" in "/".join(names) or "qkv_bias" in names
     if vector or param.ndim < 2:
         return P()
     spec: list[Any] = [None] * param.ndim
-    outputs = ("fsdp",) if fsdp else ()
+    outputs = shards
     if tensor and in_layer:
         if any(name in names for name in _SPLIT_BY_INPUTS):
             spec[-1] = "tensor"
         else:
             outputs = (*outputs, "tensor")
     of_experts = any(param.ndim == ndim for name, ndim in _OF_EXPERTS if name in names)
-    if in_layer and of_experts and fsdp:
-        spec[1], outputs = "fsdp", outputs[1:]
+    if in_layer and of_experts and shards:
+        spec[1], outputs = shards, outputs[len(shards) :]
     spec[-2] = outputs or None
     return P(*spec)
 

@@ -99,7 +99,10 @@ class Llama(nnx.Module):
 
     def embed(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
         """Returns the embeddings of tokens, in `config.dtype`."""
-        x = embedded(self.embedding[...], tokens, self.config.batch_axes)
+        context, axes = self.config.context, (self.config.batch_axes, None)
+        if context is not None:
+            axes = context.batch_axes, context.axis
+        x = embedded(self.embedding[...], tokens, *axes)
         x = x.astype(self.config.dtype)
         # Gemma rounds the factor to the dtype of the computation.
         scale = jnp.asarray(self.config.embedding_scale, x.dtype)
@@ -128,9 +131,14 @@ class Llama(nnx.Module):
         self, x: Float[Array, "b s h"], segment_ids: Int[Array, "b s"] | None
     ) -> tuple[Float[Array, "b s h"], Routing | None]:
         recipe = recipes.recipe_of(self.config.recipe, self.config.norm_placement)
-        x = recipe.enter(x, self.config.batch_axes)
+        context, batch_axes = self.config.context, self.config.batch_axes
+        if context is not None:
+            x, batch_axes = context.enter(x), context.row_axes
+        x = recipe.enter(x, batch_axes)
         x, routing = apply_layers(self.layers, x, segment_ids)
-        return self.final_norm(recipe.leave(x)), routing
+        x = recipe.leave(x)
+        x = x if context is None else context.leave(x)
+        return self.final_norm(x), routing
 
     def final_norm(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         """Applies the norm after the last layer."""
@@ -366,6 +374,7 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
         norm_offset=config.norm_offset,
         scores=config.scores,
         experts=config.experts,
+        context=config.context,
         param_dtype=config.param_dtype,
         output_scale=1 / math.sqrt(2 * config.num_layers),
         rngs=rngs,

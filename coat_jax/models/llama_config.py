@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.layers import recipes
 from coat_jax.layers.attention import Scores
+from coat_jax.layers.context import ContextParallel
 from coat_jax.layers.experts.routing import Experts
 from coat_jax.layers.heads import QkNorm
 from coat_jax.layers.rope import RopeScaling
@@ -59,6 +60,8 @@ class LlamaConfig:
         automatic: there no type says how tokens are split, and XLA may split the
         residual stream in another way. Each shard of the batch has gradient scales of
         its own if scaling is just in time.
+      context: How sequences are split over devices; None means that they are whole. It
+        says what splits the batch, too. Generation runs whole sequences.
     """
 
     vocab_size: int
@@ -91,6 +94,7 @@ class LlamaConfig:
     recipe: recipes.RecipeName = "coat"
     scaling: recipes.Scaling = "just_in_time"
     batch_axes: str | tuple[str, ...] | None = None
+    context: ContextParallel | None = None
 
     def __post_init__(self) -> None:
         check_positive(
@@ -115,7 +119,17 @@ class LlamaConfig:
             )
         if self.experts is not None:
             recipes.check_experts(self.recipe, self.scaling, self.norm_placement)
+        if self.context is not None:
+            self._check_context(self.context)
         self._check_attention()
+
+    def _check_context(self, context: ContextParallel) -> None:
+        context.check(self.num_heads)
+        if self.batch_axes not in (None, context.batch_axes):
+            raise ValueError(
+                "batch_axes must be None or those of the context, "
+                f"{context.batch_axes!r}, got {self.batch_axes!r}"
+            )
 
     def _check_attention(self) -> None:
         local = self.local_layers

@@ -4,14 +4,17 @@
     uv run python -m experiments.bench.e2e --cases coat coat_max --batch 2 8
     uv run python -m experiments.bench.e2e --layers 12 --gpus 1 2 --out two_gpus.json
     uv run python -m experiments.bench.e2e --preset llama3-8b --seq 8192 --gpus 4
+    uv run python -m experiments.bench.e2e --preset llama3-8b --layers 8 --seq 32768 \
+        --cases coat --batch 1 --gpus 2 --context 1 2 --out long_sequences.json
 
 Parameters are BF16, the context is 2048, and the data are random tokens. BF16 and `te`
 train with `optax.adamw` and float32 moments. `coat` and `coat_max` train with
 `coat.fp8_adamw` in one pass (`coat.fused_update`). In cases named "released" the
 optimizer steps inside the backward pass (`coat.value_and_update`). On several GPUs
-parameters, moments and the batch are split over all of them. Each case, batch size and
-number of GPUs runs in its own process. New rows are added to the rows of the results
-file, which may be of several models, so that cases can be measured one by one.
+parameters, moments and the batch are split over all of them. With `--context N` every N
+GPUs split each of their sequences, of which `--batch` is the number. Each case, batch
+size and number of GPUs runs in its own process. New rows are added to the rows of the
+results file, which may be of several models, so that cases can be measured one by one.
 """
 
 import argparse
@@ -96,9 +99,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = rows_to_join(top, args.out)
     gpu = device()["name"]
     console = Console(width=130)
-    chosen = list(itertools.product(args.cases, args.gpus, args.batch))
-    for case, gpus, batch in tqdm(chosen, unit="case", disable=None):
-        row = measured(case, model, batch, args.steps, gpus, args.xla_flags)
+    chosen = list(itertools.product(args.cases, args.gpus, args.batch, args.context))
+    for case, gpus, batch, context in tqdm(chosen, unit="case", disable=None):
+        sizes = case, model, batch, args.steps, gpus
+        row = measured(*sizes, args.xla_flags, context)
         rows = with_ratios(joined(rows, row))
         write_results(args.out, rows=rows, bars=bars(rows, gpu))
         console.print(table([r for r in rows if _key(r) == _key(row)]))
@@ -114,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cases", nargs="+", choices=_CASES, default=_DEFAULT, metavar="CASE")
     add("--batch", type=int, nargs="+", default=[1, 2, 4, 8], metavar="B")
     add("--gpus", type=int, nargs="+", default=[1], metavar="N")
+    add("--context", type=int, nargs="+", default=[1], metavar="N")
     add("--steps", type=int, default=6, help="timed, behind two that are not")
     presets = "the model's sizes (llama2-7b)"
     add("--preset", choices=llama.CONFIGS, default="llama2-7b", help=presets)
@@ -136,6 +141,7 @@ def measured(
     steps: int,
     gpus: int,
     xla_flags: str = "",
+    context: int = 1,
     **options: Any,
 ) -> Row:
     """Measures a row in a new process; the row has an error if the process dies.
@@ -144,12 +150,13 @@ def measured(
     """
     spawn = multiprocessing.get_context("spawn")
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
-    row |= {"gpus": gpus, "commit": versions()["commit"], "xla_flags": xla_flags}
+    row |= {"gpus": gpus, "context": context}
+    row |= {"commit": versions()["commit"], "xla_flags": xla_flags}
     if model == ModelSize() and gpus == 1:
         row |= PAPER.get((case, batch), {})
     with _environment(xla_flags), ProcessPoolExecutor(1, mp_context=spawn) as pool:
         try:
-            sizes = case, model, batch, steps, gpus
+            sizes = case, model, batch, steps, gpus, context
             row |= pool.submit(measure_alone, *sizes, **options).result()
         except BrokenProcessPool:
             row["error"] = "its process died"
@@ -172,7 +179,7 @@ def _environment(xla_flags: str) -> Iterator[None]:
 def joined(rows: list[Row], row: Row) -> list[Row]:
     """Returns sorted rows with `row`, which replaces the row of the same measurement.
 
-    A measurement is given by model, case, GPUs, batch and flags.
+    A measurement is given by model, case, GPUs, batch, context and flags.
     """
     return sorted(results.joined(rows, row, _key), key=_key)
 
@@ -182,6 +189,7 @@ def _key(row: Row) -> tuple[Any, ...]:
     return (
         *dataclasses.astuple(ModelSize.of_row(row)),
         *places,
+        row.get("context", 1),
         row.get("xla_flags", ""),
     )
 
@@ -213,7 +221,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
             "ratio_to_bf16": rates.get(_identity(row | {"case": "bf16"})),
         }
         if _gpus(row) > 1:
-            one = row | {"gpus": 1, "xla_flags": ""}
+            one = row | {"gpus": 1, "context": 1, "xla_flags": ""}
             references["ratio_to_one_gpu"] = alone.get(_identity(one))
         ratios = {k: _rate(row) / v for k, v in references.items() if v and _ran(row)}
         rows_with_ratios.append(row | ratios)
@@ -244,7 +252,9 @@ def bars(rows: list[Row], gpu: str = "") -> list[Bar]:
     `gpu` is the name of the GPUs, as some targets are of H200s.
     """
     all_targets = []
-    groups = grouped(rows, ModelSize.of_row)
+    # No target is of GPUs that split sequences.
+    whole = [row for row in rows if row.get("context", 1) == 1]
+    groups = grouped(whole, ModelSize.of_row)
     for model, rows_of_model in groups.items():
         targets = _bars_of_one(rows_of_model) if model == ModelSize() else []
         targets += _bars_of_two(rows_of_model)
@@ -364,8 +374,11 @@ def _case(row: Row) -> str:
 
 
 def _batch(row: Row) -> str:
-    gpus = _gpus(row)
-    return f"{row['batch']}" if gpus == 1 else f"{gpus} x {row['batch']}"
+    gpus, context = _gpus(row), row.get("context", 1)
+    if gpus == 1:
+        return f"{row['batch']}"
+    of_each = f", each on {context}" if context > 1 else ""
+    return f"{gpus // context} x {row['batch']}{of_each}"
 
 
 if __name__ == "__main__":

@@ -109,6 +109,10 @@ class ModelSize:
 
         Sizes of a preset with experts are taken to be this preset's.
         """
+        split: dict[str, Any] = {}
+        if mesh is not None:
+            context = meshes.context_of(mesh)
+            split = {"batch_axes": meshes.BATCH_AXES, "context": context}
         preset = llama.CONFIGS.get(self.preset or "")
         if preset is not None and preset.experts is not None:
             return dataclasses.replace(
@@ -117,7 +121,7 @@ class ModelSize:
                 param_dtype=jnp.bfloat16,
                 recipe=case.recipe,
                 scaling=case.scaling,
-                batch_axes=None if mesh is None else meshes.BATCH_AXES,
+                **split,
             )
         return llama.LlamaConfig(
             vocab_size=self.vocab,
@@ -129,7 +133,7 @@ class ModelSize:
             param_dtype=jnp.bfloat16,
             recipe=case.recipe,
             scaling=case.scaling,
-            batch_axes=None if mesh is None else meshes.BATCH_AXES,
+            **split,
         )
 
 
@@ -232,6 +236,7 @@ def measure_alone(
     batch: int,
     steps: int,
     gpus: int = 1,
+    context: int = 1,
     share: str = MEMORY_SHARE,
 ) -> Row:
     """Runs `measure` with a share of the devices' memory.
@@ -239,7 +244,7 @@ def measure_alone(
     JAX must not have been used in this process yet.
     """
     take_memory(at_once=True, share=share)
-    return measure(case, model, batch, steps, gpus)
+    return measure(case, model, batch, steps, gpus, context)
 
 
 def take_memory(*, at_once: bool, share: str = MEMORY_SHARE) -> None:
@@ -253,7 +258,14 @@ def take_memory(*, at_once: bool, share: str = MEMORY_SHARE) -> None:
     os.environ["XLA_CLIENT_MEM_FRACTION"] = share
 
 
-def measure(case: str, model: ModelSize, batch: int, steps: int, gpus: int = 1) -> Row:
+def measure(
+    case: str,
+    model: ModelSize,
+    batch: int,
+    steps: int,
+    gpus: int = 1,
+    context: int = 1,
+) -> Row:
     """Measures the time and memory of a case's training step.
 
     On several GPUs parameters, moments and the batch are split over all of them, and
@@ -263,13 +275,22 @@ def measure(case: str, model: ModelSize, batch: int, steps: int, gpus: int = 1) 
       case: A name in `CASES`, with `RELEASED` at its end for `coat.value_and_update`,
         or `BY_HAND` on several GPUs.
       model: The model's sizes.
-      batch: The number of sequences of a step on each GPU.
+      batch: The number of sequences of a step on each GPU, or on each `context` GPUs.
       steps: The number of timed steps.
       gpus: The number of GPUs.
+      context: The number of GPUs that each sequence is split over.
+
+    Raises:
+      ValueError: If `context` does not divide the GPUs or the length of sequences, or
+        the case splits no sequences.
     """
-    mesh = meshes.make({"fsdp": gpus}, devices=gpus)
+    if gpus % context or (context > 1 and case == BY_HAND):
+        raise ValueError(f"{case} on {gpus} GPUs cannot have context={context}")
+    groups = gpus // context
+    mesh = meshes.make({"fsdp": groups, "context": context}, devices=gpus)
+    meshes.check_length("--seq", model.seq, mesh)
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
-    row |= {"gpus": gpus, "mesh": meshes.name_of(mesh)}
+    row |= {"gpus": gpus, "context": context, "mesh": meshes.name_of(mesh)}
     loss, (params, histories) = loss_function(case, model, mesh)
     tx, step = step_of(case, loss)
 
@@ -278,7 +299,7 @@ def measure(case: str, model: ModelSize, batch: int, steps: int, gpus: int = 1) 
     placements = tuple(of_state), of_histories
     batch_there = meshes.whole(None) if mesh is None else meshes.batch_sharding(mesh)
     abstract = jax.tree.map(_placed, carry, placements)
-    shape = gpus * batch, model.seq + 1
+    shape = groups * batch, model.seq + 1
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_there)
     (placed_params, _), placed_histories = abstract
     saved = coat.residual_report(loss, placed_params, placed_histories, tokens)
@@ -297,7 +318,7 @@ def measure(case: str, model: ModelSize, batch: int, steps: int, gpus: int = 1) 
         params = random_params(abstract[0][0])
         opt_state = jax.jit(tx.init, out_shardings=placements[0][1])(params)
         histories = jax.device_put(first_histories(histories), placements[1])
-        tokens = jax.device_put(_random_tokens(model, gpus * batch), batch_there)
+        tokens = jax.device_put(_random_tokens(model, groups * batch), batch_there)
         row |= _timed(compiled, ((params, opt_state), histories), tokens, steps)
         row["tokens_per_s_per_gpu"] = row["tokens_per_s"] / gpus
     except jax.errors.JaxRuntimeError as error:

@@ -1,8 +1,9 @@
 """Meshes of devices: their names on a command line, and how a training is sharded.
 
-A mesh has three axes. A batch is split over `data` and `fsdp`, and parameters with
-their moments over `fsdp` and `tensor`. The specs say no more than that: XLA and the
-library's kernels follow them.
+A mesh has four axes. A batch is split over `data` and `fsdp`, sequences over `context`,
+and parameters with their moments over `fsdp`, `context` and `tensor`. The specs say no
+more than that: XLA and the library's kernels follow them. Below, `fsdp` splits with
+`context` what it splits.
 
 | weight     | axis that fsdp splits | axis that tensor splits |
 |------------|-----------------------|-------------------------|
@@ -31,12 +32,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32, Int64
 
 import coat_jax as coat
+from coat_jax.layers.context import ContextParallel
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
 _REFUSED = {
-    "context": "sequences that are split over devices are not supported",
-    "sequence": "sequences that are split over devices are not supported",
+    "sequence": "the axis that splits sequences is context",
     "pipeline": "pipelines of layers are not supported",
     "stage": "pipelines of layers are not supported",
     "expert": "there are no experts",
@@ -138,6 +139,30 @@ def check_batch(name: str, batch_size: int, mesh: Mesh | None, parts: int = 1) -
         )
 
 
+def check_length(name: str, length: int, mesh: Mesh | None) -> None:
+    """Raises ValueError if sequences cannot be split over the devices.
+
+    Args:
+      name: The name of the length in the message.
+      length: The number of positions of a sequence.
+      mesh: The mesh.
+    """
+    parts = 1 if mesh is None else mesh.shape["context"]
+    if length % parts:
+        raise ValueError(
+            f"{name} must be a multiple of {parts}, for the mesh {name_of(mesh)}; "
+            f"got {length}"
+        )
+
+
+def context_of(mesh: Mesh) -> ContextParallel | None:
+    """Returns how the mesh splits sequences; None means that they are whole."""
+    if mesh.shape["context"] == 1:
+        return None
+    head_axes = "tensor" if mesh.shape["tensor"] > 1 else None
+    return ContextParallel(mesh=mesh, batch_axes=BATCH_AXES, head_axes=head_axes)
+
+
 def devices(mesh: Mesh | None) -> int:
     """Returns the number of devices of a mesh."""
     return 1 if mesh is None else mesh.size
@@ -151,6 +176,11 @@ def name_of(mesh: Mesh | None) -> str:
 def batch_parts(mesh: Mesh | None) -> int:
     """Returns the number of parts that a batch is split into."""
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in BATCH_AXES)
+
+
+def token_parts(mesh: Mesh | None) -> int:
+    """Returns the number of parts that the tokens of a batch are split into."""
+    return 1 if mesh is None else batch_parts(mesh) * mesh.shape["context"]
 
 
 def param_shardings(params: Any, mesh: Mesh) -> Any:
@@ -171,7 +201,7 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
         name = name.removesuffix("/value")  # Parameters are Flax's variables.
         last = name.split("/")[-1]
         spec = _SPECS.get(last, P())
-        spec = _SPECS_OF_EXPERTS.get((last, param.ndim), spec)
+        spec = _with_context(_SPECS_OF_EXPERTS.get((last, param.ndim), spec))
         for axis, parts in enumerate(spec):
             size = math.prod(mesh.shape[axis_name] for axis_name in _tuple(parts))
             if param.shape[axis] % size:
@@ -257,6 +287,12 @@ def _names() -> str:
 
 def _counted(devices: int) -> str:
     return "1 device" if devices == 1 else f"{devices} devices"
+
+
+def _with_context(spec: P) -> P:
+    """Returns a spec in which the devices of a sequence split parameters, too."""
+    names = map(_tuple, spec)
+    return P(*[(*n, "context") if "fsdp" in n else n or None for n in names])
 
 
 def _tuple(parts: str | tuple[str, ...] | None) -> tuple[str, ...]:

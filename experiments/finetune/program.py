@@ -159,6 +159,7 @@ def load_inputs(
     """
     base, encoder = _base(settings, tokenizer)
     meshes.check_batch("--batch-size", settings.batch_size, mesh, settings.accumulate)
+    meshes.check_length("--seq-len", settings.seq_len, mesh)
     train, test = (
         fitted(records, encoder, settings) for records in read_splits(settings)
     )

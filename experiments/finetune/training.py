@@ -26,6 +26,14 @@ from pallas_kernels.rounding import stochastic_bfloat16
 # Returns a base with the recipe "bf16", in a dtype, on a mesh or the default device.
 LoadModel = Callable[[Mesh | None, Any], llama.Llama]
 
+# What changes a trained model to one for a single device, without any recipe's FP8.
+_PLAIN: dict[str, Any] = {
+    "recipe": "bf16",
+    "scaling": "just_in_time",
+    "batch_axes": None,
+    "context": None,
+}
+
 
 class AnswerTrainer(Trainer):
     """A trainer on packed conversations, `PackedWindows`, that starts from a base.
@@ -77,8 +85,7 @@ class AnswerTrainer(Trainer):
 
         Models of all recipes then have one structure, so generation compiles once.
         """
-        plain = {"recipe": "bf16", "scaling": "just_in_time", "batch_axes": None}
-        graph = structure(dataclasses.replace(self.config, **plain))
+        graph = structure(dataclasses.replace(self.config, **_PLAIN))
         return nnx.merge(graph, self.replicated(state.params), self.constants)
 
     def replicated(self, params: nnx.State) -> nnx.State:
@@ -144,9 +151,7 @@ class AnswerTrainer(Trainer):
 
     def exported(self, state: TrainState) -> llama.Llama:
         """Returns the trained model, for a folder of its own."""
-        plain = dataclasses.replace(
-            self.config, recipe="bf16", scaling="just_in_time", batch_axes=None
-        )
+        plain = dataclasses.replace(self.config, **_PLAIN)
         return nnx.merge(structure(plain), state.params, self.constants)
 
 

@@ -125,6 +125,7 @@ def select_inputs(
     """
     parts = settings.accumulate
     meshes.check_batch("--batch-size", settings.batch_size, mesh, parts)
+    meshes.check_length("--seq-len", settings.seq_len, mesh)
     vocab_size = corpus.vocab_size or settings.vocab_size
     vocab_size = vocab_size or PRESETS[settings.preset].model.vocab_size
     if corpus.vocab_size is None:  # The tokens come from files.

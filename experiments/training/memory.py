@@ -31,7 +31,7 @@ def description(trainer: Trainer, settings: Settings) -> str:
     state, mesh = trainer.abstract_state(), trainer.mesh
     params, moments = shard_bytes(state.params), shard_bytes(state.opt_state)
     wide = sum(math.prod(shard_shape(x)) * 4 for x in jax.tree.leaves(state.params))
-    activations = trainer.saved_activation_bytes() // meshes.batch_parts(mesh)
+    activations = trainer.saved_activation_bytes() // meshes.token_parts(mesh)
     gradients = params + (wide if settings.accumulate > 1 else 0)
     if settings.release != "no":
         gradients = params - shard_bytes(state.params["layers"])

@@ -46,7 +46,9 @@ class Trainer(ModelTrainer):
         mesh: Mesh | None = None,
     ) -> None:
         if mesh is not None:
-            config = dataclasses.replace(config, batch_axes=meshes.BATCH_AXES)
+            config = dataclasses.replace(
+                config, batch_axes=meshes.BATCH_AXES, context=meshes.context_of(mesh)
+            )
         self.config = config
         super().__init__(
             settings,

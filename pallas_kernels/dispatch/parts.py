@@ -204,8 +204,9 @@ class Call:
         return {"_"} | {n for axes in arrays for m in axes.merged for n in m[1:]}
 
     def _lengths(self, shapes: Sequence[tuple]) -> dict[str, int]:
-        lengths: dict[str, int] = {}
-        for axes, shape in zip((*self.operands, *self.results), shapes, strict=False):
+        every = (*self.operands, *self.results)
+        lengths = dict(pair for axes in every for pair in axes.sizes)
+        for axes, shape in zip(every, shapes, strict=False):
             for names, length in zip(axes.merged, shape, strict=True):
                 if len(names) == 1:
                     lengths[names[0]] = length

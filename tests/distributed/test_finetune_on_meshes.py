@@ -49,6 +49,7 @@ def test_meshes_and_microbatches_train_as_one_device_does(folder):
     for changes in (
         {"mesh": "data=2,fsdp=4"},
         {"mesh": "fsdp=2,data=2,tensor=2", "accumulate": 2},
+        {"mesh": "fsdp=4,context=2"},
     ):
         actual = _losses(folder, **changes, **nearest)
         np.testing.assert_allclose(actual, expected, rtol=2e-3)

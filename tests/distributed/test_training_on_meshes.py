@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:a parameter of shape"),
 ]
 MIXED = "data=2,fsdp=2,tensor=2"
+CONTEXT = "data=2,fsdp=2,context=2"
 STEPS = 4
 _TINY = ["--preset", "tiny", "--recipes", "bf16", "--batch-size", "8"]
 
@@ -68,7 +69,9 @@ def _rows(*args, **changes):
     return np.append(actual, trainer.evaluate(state, [*_batches(1)]))
 
 
-@pytest.mark.parametrize("mesh", [MIXED, *map(slow, ("fsdp=8", "data=8", "tensor=8"))])
+@pytest.mark.parametrize(
+    "mesh", [MIXED, CONTEXT, *map(slow, ("fsdp=8", "data=8", "tensor=8"))]
+)
 def test_meshes_train_as_one_device_does(mesh):
     np.testing.assert_allclose(_rows(mesh), _rows(), rtol=1e-4)
 
@@ -137,6 +140,13 @@ def test_what_a_mesh_does_not_divide_is_refused():
         meshes.make({"fsdp": 4})
     with pytest.raises(ValueError, match="multiple of 8, for the mesh fsdp=8; got 12"):
         meshes.check_batch("--batch-size", 12, devices)
+    devices = meshes.make({"context": 8})
+    with pytest.raises(ValueError, match=r"multiple of 8, for the mesh context=8; got"):
+        meshes.check_length("--seq-len", 12, devices)
+    with pytest.raises(ValueError, match=r"number must be a multiple of 8, .* got 2"):
+        training.Trainer(
+            model_config(settings, "bf16", 257), settings, steps=2, mesh=devices
+        )
 
 
 @pytest.fixture

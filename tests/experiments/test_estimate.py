@@ -109,7 +109,7 @@ def test_the_figure_has_a_bar_for_each_recipe_and_kind():
         ("--mesh fsdp", "'fsdp'"),
         ("--mesh fsdp=0", "'fsdp=0'"),
         ("--mesh fsdp=2,fsdp=2", "'fsdp=2,fsdp=2'"),
-        ("--mesh context=2", "'context'"),
+        ("--mesh pipeline=2", "'pipeline'"),
         ("--mesh fsdp=2 --batch 3", "got 3"),
         ("--mesh tensor=5", "got 5"),
         ("--batch 0", "got 0"),

@@ -17,18 +17,19 @@ from experiments.training.settings import model_config
 
 
 def test_axes_are_read():
-    assert meshes.parse("data=2, fsdp=4,tensor=2") == {
+    assert meshes.parse("data=2, fsdp=4,tensor=2,context=8") == {
         "data": 2,
         "fsdp": 4,
         "tensor": 2,
+        "context": 8,
     }
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("model=8", "the axes data, fsdp and tensor, got 'model'"),
-        ("context=2,fsdp=4", "sequences that are split over devices are not supported"),
+        ("model=8", "the axes data, fsdp, context and tensor, got 'model'"),
+        ("sequence=2,fsdp=4", "the axis that splits sequences is context"),
         ("pipeline=2", "pipelines of layers are not supported"),
         ("expert=2", "there are no experts"),
         ("fsdp=0", "N of 1 or more, got 'fsdp=0'"),

@@ -28,7 +28,7 @@ def angles(length: int, half: int, theta: float):
 def rotate(x, angles):
     """Applies RoPE to heads [b, s, n, 2 h]: halves are parts of complex numbers."""
     first, second = np.split(x, 2, axis=-1)
-    turned = (first + 1j * second) * np.exp(1j * angles)[:, None]
+    turned = (first + 1j * second) * np.exp(1j * angles)[..., None, :]
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
@@ -38,7 +38,7 @@ def split_heads(y, angles, num_kv_heads: int):
     A key head has the columns of its queries, its key and its value.
     """
     b, s, _ = y.shape
-    dim = 2 * angles.shape[1]
+    dim = 2 * angles.shape[-1]
     y = y.reshape(b, s, num_kv_heads, -1, dim)
     q, k, v = y[..., :-2, :].reshape(b, s, -1, dim), y[..., -2, :], y[..., -1, :]
     return rotate(q, angles), rotate(k, angles), v

@@ -39,7 +39,7 @@ def joined(q, k, v, cos, sin) -> np.ndarray:
 
     def turned(x):
         first, second = np.split(np.asarray(x).astype(np.float64), 2, axis=-1)
-        z = (first + 1j * second) * turn[:, None]
+        z = (first + 1j * second) * turn[..., None, :]
         return np.concatenate([z.real, z.imag], axis=-1)
 
     b, s, m, _ = k.shape
@@ -76,6 +76,18 @@ def test_heads_are_joined(implementation, shape, dtype):
         codes, expected, rtol=step / 2 * 1.001, atol=smallest * 0.501
     )
     assert_identical(out.transposed, np.asarray(out.row).reshape(-1, codes.shape[-1]).T)
+
+
+@every_implementation
+def test_sequences_have_positions_of_their_own(implementation):
+    b, s, half = 2, 128, 32
+    tables = [x.reshape(b, s, half) for x in angles(b * s, half)]
+    arrays = [*heads(b, s, 2, 1, 2 * half), *tables]
+    out = run(implementation, pk.join_heads, *arrays, jnp.float32(SCALE))
+    expected = joined(*arrays) / SCALE
+    np.testing.assert_allclose(
+        np.asarray(out.row).astype(np.float64), expected, rtol=0.126, atol=2**-16
+    )
 
 
 @every_implementation
@@ -139,7 +151,9 @@ def test_what_does_not_fit_is_named():
     one = jnp.float32(1)
     with pytest.raises(ValueError, match=r"n a multiple of m, got .*3, 32"):
         pk.join_heads(q[:, :, :3], k, v, cos, sin, one)
-    with pytest.raises(ValueError, match=r"angles must be \(128, 16\), got \(64, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"angles must be \(128, 16\) or .*, got \(64, 16"
+    ):
         pk.join_heads(q, k, v, cos[:64], sin[:64], one)
     with pytest.raises(ValueError, match=r"codes must be .* got bfloat16"):
         pk.join_heads(q, k, v, cos, sin, one, dtype=BF16)

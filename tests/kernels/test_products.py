@@ -231,7 +231,9 @@ def test_products_are_turned_heads(implementation, heads, size, kind, dtype, tun
     shape = (256, (n + 2 * m) * size, 256)
     a, b, wide_a, wide_b = operands(shape, seed=size)
     a_scale, b_scale, by_a, by_b = scales(kind, shape)
-    angles = np.random.default_rng(3).uniform(0, 6, (64, size // 2))
+    # Sequences have angles in common, or each has its own.
+    positions = (64,) if kind == "tensor" else (4, 64)
+    angles = np.random.default_rng(3).uniform(0, 6, (*positions, size // 2))
     if kind == "rows":
         a_scale = a_scale.reshape(4, 64)
     actual = run(
@@ -255,7 +257,7 @@ def test_heads_that_do_not_go_together_are_named():
     call = functools.partial(pallas_kernels.matmul_heads, num_kv_heads=1)
     with pytest.raises(ValueError, match=r"a must be \[b, s, k\], got \(64, 128\)"):
         call(a[0], b, 1.0, 1.0, *angles)
-    with pytest.raises(ValueError, match=r"cos must have the shape \(64, 64\)"):
+    with pytest.raises(ValueError, match=r"angles must be \(64, 64\) or \(8, 64, 64"):
         call(a, b, 1.0, 1.0, angles[0][:3], angles[1])
     with pytest.raises(ValueError, match="copies must be positive, got 0"):
         call(a, b, 1.0, 1.0, *angles, copies=0)

@@ -102,6 +102,20 @@ def test_tensor_parallel_divides_layers_and_data_parallel_the_batch_alone():
     assert dataclasses.asdict(data) == dataclasses.asdict(alone) | {"gpus": 2}
 
 
+def test_context_parallel_divides_activations_and_parameters():
+    kwargs = {"batch": 2, "sequence": 2 * S}
+    alone = estimate(**kwargs)
+    two = estimate(**kwargs, mesh=mesh(context=2))
+    assert two.update == estimate(**kwargs, mesh=mesh(fsdp=2)).update
+    # Each of two GPUs saves half, and the whole gradient of the head. Rows have RoPE's
+    # angles of their own.
+    head = 2 * V * H
+    half = (alone.saved_bytes - head) / 2
+    assert two.saved_bytes - head == pytest.approx(half, rel=1e-3)
+    with pytest.raises(ValueError, match=r"sequence must be a multiple of 3, .* got"):
+        estimate(batch=2, sequence=S, mesh=mesh(context=3))
+
+
 def test_given_shardings_and_optimizers_count():
     actual = mesh(fsdp=2)
     model = nnx.eval_shape(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0)))

@@ -22,7 +22,7 @@ from pallas_kernels.ops.matmul.plan import (
     Tuning,
 )
 from pallas_kernels.ops.quantize.tensor import maxima_in_jnp
-from pallas_kernels.ops.rope.api import split_heads
+from pallas_kernels.ops.rope.api import axes_of_angles, check_angles, split_heads
 
 
 def matmul(
@@ -120,8 +120,8 @@ def matmul_heads(
     b: Float[Array, "columns k"],
     a_scale: Float[Array, "..."],
     b_scale: Float[Array, "..."],
-    cos: Float[Array, "s h"],
-    sin: Float[Array, "s h"],
+    cos: Float[Array, "*b s h"],
+    sin: Float[Array, "*b s h"],
     *,
     num_kv_heads: int,
     out_dtype: DTypeLike = jnp.bfloat16,
@@ -142,7 +142,8 @@ def matmul_heads(
       b: Codes, as for `matmul`, with columns = (n + 2 m) d.
       a_scale: A scalar, or one scale per row of `a`.
       b_scale: A scalar, or one scale per row of `b`.
-      cos: Cosines of the positions' angles, float32, h = d / 2.
+      cos: Cosines of the positions' angles, float32, h = d / 2: [s, h], or [b, s, h] if
+        sequences have other positions.
       sin: Sines of the positions' angles, float32.
       num_kv_heads: The number of key heads, m.
       out_dtype: The dtype of the results, bfloat16 or float32.
@@ -170,11 +171,9 @@ def matmul_heads(
     check_positive(copies=copies)
     if a.ndim != 3:
         raise ValueError(f"a must be [b, s, k], got {a.shape}")
-    _, s, _ = a.shape
     half = cos.shape[-1]
     heads, rest = divmod(call.n, max(2 * half, 1))
-    check_shape("cos", cos, (s, half))
-    check_shape("sin", sin, (s, half))
+    check_angles(cos, sin, *a.shape[:2], half)
     if num_kv_heads < 1 or rest or heads % num_kv_heads or heads < 3 * num_kv_heads:
         raise ValueError(
             f"b must have (n + 2 m) d rows, got {call.n} with m = {num_kv_heads} and "
@@ -300,12 +299,14 @@ class _MatmulHeads(_OfProduct):
         return self.product.copies * found
 
     def axes(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
-        angles, heads = Axes("s _"), Axes("b s _ _")
+        angles, heads = axes_of_angles(cos), Axes("b s _ _")
         scales = self._scale_axes(a_scale, b_scale, "b s", "_")
         operands = Axes("b s _"), Axes("_ _ _ _"), *scales, angles, angles
         return operands, heads
 
     def kernel(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
         call = Operands.of(a, b, a_scale, b_scale)
-        out, _ = self._run(call, cos, sin)
+        # The kernel takes the remainder of a row and the number of the tables' rows.
+        tables = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
+        out, _ = self._run(call, *tables)
         return tuple(x.reshape(*a.shape[:-1], -1, 2 * cos.shape[-1]) for x in out)

@@ -110,12 +110,19 @@ class _QuantizeBlocks(operations.Operation):
         )
 
     def axes(self, x) -> tuple:
+        # Shardy wants the lengths of those axes alone that occur in merged axes only.
+        r, c = x.shape
+        sizes = (("in_r", tiles.SIZE), ("in_c", tiles.SIZE))
+        if self.row != "128x128" and self.transposed is None:
+            sizes += (("r", r // tiles.SIZE),)
+        if self.row is None and self.transposed != "128x128":
+            sizes += (("c", c // tiles.SIZE),)
+
         def copy(block, first, last):
             if block is None:
                 return None
-            names = f"({first} e) ({last} e)"
+            names = f"({first} in_{first}) ({last} in_{last})"
             of_scale = names[: names.index(")") + 1] if block == "1x128" else first
-            sizes = (("e", tiles.SIZE),)
             return Scaled(
                 Axes(names, sizes=sizes), Axes(f"{of_scale} {last}", sizes=sizes)
             )

@@ -37,8 +37,8 @@ def join_heads(
     q: Float[Array, "b s n d"],
     k: Float[Array, "b s m d"],
     v: Float[Array, "b s m d"],
-    cos: Float[Array, "s h"],
-    sin: Float[Array, "s h"],
+    cos: Float[Array, "*b s h"],
+    sin: Float[Array, "*b s h"],
     scale: Float[Array, ""],
     *,
     dtype: DTypeLike = jnp.float8_e5m2,
@@ -56,7 +56,8 @@ def join_heads(
       q: Gradients of queries, bfloat16.
       k: Gradients of keys, bfloat16; m divides n.
       v: Gradients of values, bfloat16.
-      cos: Cosines of the positions' angles, float32, h = d / 2.
+      cos: Cosines of the positions' angles, float32, h = d / 2: [s, h], or [b, s, h] if
+        sequences have other positions.
       sin: Sines of the positions' angles, float32.
       scale: The per-tensor scale, a float32 scalar, like that of `quantize_tensor`.
       dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
@@ -88,10 +89,7 @@ def join_heads(
             "heads must be [b, s, n, d], [b, s, m, d] and [b, s, m, d], d even and n a "
             f"multiple of m, got {q.shape}, {k.shape} and {v.shape}"
         )
-    if cos.shape != (s, d // 2) or sin.shape != cos.shape:
-        raise ValueError(
-            f"angles must be {(s, d // 2)}, got {cos.shape} and {sin.shape}"
-        )
+    check_angles(cos, sin, b, s, d // 2)
     operation = _JoinHeads(dtype=jnp.dtype(dtype), keep_maxima=keep_maxima)
     arrays = q, k, v, cos, sin, scale
     return operation(*arrays, implementation=implementation)
@@ -117,7 +115,7 @@ class _JoinHeads(operations.Operation):
         return Codes(codes, transpose_in_jnp(codes), scale, largest)
 
     def axes(self, *arrays) -> tuple:
-        heads, angles = Axes("b s _ _"), Axes("s _")
+        heads, angles = Axes("b s _ _"), axes_of_angles(arrays[3])
         results = Codes(Axes("b s _"), Axes("_ (b s)"), WHOLE, Axes("_", reduced="max"))
         return (heads, heads, heads, angles, angles, WHOLE), results
 
@@ -134,13 +132,27 @@ class _JoinHeads(operations.Operation):
         return Codes(row, transposed, scale, out.maxima)
 
 
+def check_angles(cos: Array, sin: Array, b: int, s: int, half: int) -> None:
+    """Raises ValueError unless cosines and sines are [s, half] or [b, s, half]."""
+    if cos.shape not in ((s, half), (b, s, half)) or sin.shape != cos.shape:
+        raise ValueError(
+            f"angles must be {(s, half)} or {(b, s, half)}, got {cos.shape} and "
+            f"{sin.shape}"
+        )
+
+
+def axes_of_angles(cos: Array) -> Axes:
+    """Returns the axes of cosines [s, h] or [b, s, h] next to heads [b, s, n, d]."""
+    return Axes("s _" if cos.ndim == 2 else "b s _")
+
+
 def angles(
-    length: int, dim: int, theta: float, start: Int[Array, ""] | int = 0
-) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
+    length: int, dim: int, theta: float, start: Int[Array, "*b"] | int = 0
+) -> tuple[Float[Array, "*b seq half"], Float[Array, "*b seq half"]]:
     """Returns cosines and sines of RoPE's angles, for heads of size `dim`.
 
     The angle of position p and pair i is `p * theta ** (-2 * i / dim)`. The positions
-    are the `length` ones from `start` on.
+    are the `length` ones from `start` on, or from each of several starts.
     """
     return angles_of(frequencies(dim, theta), length, start)
 
@@ -151,18 +163,18 @@ def frequencies(dim: int, theta: float) -> Float[Array, " half"]:
 
 
 def angles_of(
-    frequency: Float[Array, " half"], length: int, start: Int[Array, ""] | int = 0
-) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
+    frequency: Float[Array, " half"], length: int, start: Int[Array, "*b"] | int = 0
+) -> tuple[Float[Array, "*b seq half"], Float[Array, "*b seq half"]]:
     """Returns cosines and sines of `length` positions' angles, from `start` on."""
-    positions = start + jnp.arange(length)
-    angle = positions.astype(jnp.float32)[:, None] * frequency[None]
+    positions = jnp.asarray(start)[..., None] + jnp.arange(length)
+    angle = positions.astype(jnp.float32)[..., None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def split_heads(
     y: Float[Array, "b s columns"],
-    cos: Float[Array, "s h"],
-    sin: Float[Array, "s h"],
+    cos: Float[Array, "*b s h"],
+    sin: Float[Array, "*b s h"],
     *,
     num_kv_heads: int,
     dtype: DTypeLike,
@@ -179,14 +191,16 @@ def split_heads(
 
 
 def turned(
-    x: Float[Array, "b s n d"], cos: Float[Array, "s h"], sin: Float[Array, "s h"]
+    x: Float[Array, "b s n d"],
+    cos: Float[Array, "*b s h"],
+    sin: Float[Array, "*b s h"],
 ) -> Float[Array, "b s n d"]:
     """Applies RoPE in float32.
 
     The halves [x, y] of a head become [x cos - y sin, y cos + x sin].
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    c, n = cos[None, :, None], sin[None, :, None]
+    c, n = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([first * c - second * n, second * c + first * n], -1)
 
 
@@ -209,6 +223,7 @@ def _obstacle(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> str | Non
 def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
     b, s, n, d = q.shape
     m, half = k.shape[2], d // 2
+    shared = cos.ndim == 2  # Sequences have their angles in common.
     queries, tokens = n // m, b * s
     count = m * (queries + 2)
     walk = Walk(
@@ -229,6 +244,7 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         block, head = lax.div(rest, count), lax.rem(rest, count)
         position, sequence = lax.div(block, b) * LANES, lax.rem(block, b)
         row = sequence * s + position
+        of_angles = position if shared else row
         own, index = lax.div(head, queries + 2), lax.rem(head, queries + 2)
         columns = walk.strips * GROUP
         first = share * columns
@@ -248,7 +264,7 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         def angles(strip):
             place = (
                 pl.ds(factor * (first + strip * GROUP), GROUP),
-                pl.ds(factor * position, LANES),
+                pl.ds(factor * of_angles, LANES),
             )
             one_by_one = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
             loads = (
@@ -299,4 +315,5 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
     heads = [x.reshape(tokens, -1, d) for x in (q, k, v)]
     # Neighbouring lanes have neighbouring positions. The transposes make these
     # neighbours in memory, too.
-    return launch(heads, [cos.T, sin.T], scale.reshape(1))
+    tables = [table.reshape(-1, half).T for table in (cos, sin)]
+    return launch(heads, tables, scale.reshape(1))
