@@ -137,9 +137,10 @@ class Fp8Recipe(Recipe):
         norm: Norm,
         gate: Activation,
         experts: Experts,
+        batch_axes: str | tuple[str, ...] | None = None,
     ) -> tuple[Residual, Shares]:
         """Computes the experts of each token."""
-        return expert_flow.experts_mlp(params, x, norm, gate, experts)
+        return expert_flow.experts_mlp(params, x, norm, gate, experts, batch_axes)
 
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
         """Returns the stream's array; backward computes its gradient's scale."""

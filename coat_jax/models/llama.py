@@ -366,6 +366,7 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
         norm_offset=config.norm_offset,
         scores=config.scores,
         experts=config.experts,
+        batch_axes=config.batch_axes,
         param_dtype=config.param_dtype,
         output_scale=1 / math.sqrt(2 * config.num_layers),
         rngs=rngs,

@@ -67,10 +67,7 @@ class Rows:
 
         Weight gradients read their transposes.
         """
-        count = len(self.choice)
-        numbers = jnp.arange(1, count + 1, dtype=jnp.int32)[:, None]
-        origin = pad_groups(numbers, self.sizes)[:, 0] - 1
-        origin = jnp.where(origin < 0, count, origin)
+        origin = padded_origin(self.sizes, len(self.choice))
         nothing = self.tokens * self.choices
         return dataclasses.replace(
             self,
@@ -78,6 +75,11 @@ class Rows:
             sizes=-(-self.sizes // BLOCK) * BLOCK,
             origin=origin,
         )
+
+    @property
+    def saved(self) -> tuple[Array, Array]:
+        """The arrays that `of` takes."""
+        return self.choice, self.sizes
 
     def tiles(self) -> GroupTiles:
         """Lists the tiles of rows, for all matmuls of them."""
@@ -106,6 +108,20 @@ class Rows:
         places = self.to_choices(jnp.arange(len(self.choice), dtype=jnp.int32))
         return jnp.sum(x[places].astype(jnp.float32), axis=1)
 
+    def common(self, scale: Float[Array, ""]) -> Float[Array, ""]:
+        """Returns `scale`: all rows are of one device's tokens."""
+        return scale
+
+
+def padded_origin(sizes: Int[Array, " experts"], rows: int) -> Int[Array, " padded"]:
+    """Returns the row at each place if every expert begins at a multiple of 128.
+
+    Places of padding have the number of `rows`.
+    """
+    numbers = jnp.arange(1, rows + 1, dtype=jnp.int32)[:, None]
+    origin = pad_groups(numbers, sizes)[:, 0] - 1
+    return jnp.where(origin < 0, rows, origin)
+
 
 def taken(
     x: Shaped[Array, "n *m"], index: Int[Array, " k"], fill: int = 0
@@ -130,3 +146,22 @@ def _sums_bwd(residuals, dy):
 
 
 sums_of_tokens.defvjp(_sums_fwd, _sums_bwd)
+
+
+@jax.custom_vjp
+def of_choices(
+    x: Float[Array, "tokens choices"], rows: Rows
+) -> Float[Array, " rows"]:
+    """Computes `rows.of_choices`. The gradient of a choice is its row's."""
+    return rows.of_choices(x)
+
+
+def _of_choices_fwd(x, rows):
+    return rows.of_choices(x), rows
+
+
+def _of_choices_bwd(rows, dy):
+    return rows.to_choices(dy), None
+
+
+of_choices.defvjp(_of_choices_fwd, _of_choices_bwd)
