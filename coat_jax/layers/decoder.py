@@ -336,9 +336,7 @@ class DecoderLayer(nnx.Module):
         params = self._mlp_params(codes)
         if self.experts is not None:
             options = {"experts": self.experts, "batch_axes": self.batch_axes}
-            return recipe.experts(
-                params, x, norm=self.norm, gate=self.gate, **options
-            )
+            return recipe.experts(params, x, norm=self.norm, gate=self.gate, **options)
         out_norm = self.attention.out_norm
         options = {"norm": self._in_norm, "gate": self.gate, "out_norm": out_norm}
         return recipe.gated_mlp(params, x, **options), None

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from coat_jax.layers.experts.products import WeightOfExperts, merged
 from coat_jax.layers.experts.routing import Experts
 from coat_jax.layers.parts import Stream
-from coat_jax.layers.shards import finished, stream_of
+from coat_jax.layers.shards import finished
 from pallas_kernels.dispatch import array_types, exchange
 
 EXPERT = "expert"
@@ -87,8 +87,10 @@ class ExpertAxis:
         """Returns the axis of the caller's `shard_map` if it splits the weights."""
         if weights == experts.num_groups:
             return cls()
-        mesh = jax.sharding.get_abstract_mesh()
-        count = mesh.shape.get(EXPERT, 1) if EXPERT in mesh.manual_axes else 1
+        try:
+            count = lax.axis_size(EXPERT)
+        except NameError:  # There is no such axis.
+            count = 1
         if count == 1 or weights != experts.num_experts / count + experts.num_shared:
             raise ValueError(
                 f"weights must be of {experts.num_groups} experts, or of a device's "

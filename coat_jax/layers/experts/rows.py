@@ -149,9 +149,7 @@ sums_of_tokens.defvjp(_sums_fwd, _sums_bwd)
 
 
 @jax.custom_vjp
-def of_choices(
-    x: Float[Array, "tokens choices"], rows: Rows
-) -> Float[Array, " rows"]:
+def of_choices(x: Float[Array, "tokens choices"], rows: Rows) -> Float[Array, " rows"]:
     """Computes `rows.of_choices`. The gradient of a choice is its row's."""
     return rows.of_choices(x)
 

@@ -81,9 +81,7 @@ class Chunks:
     def _gather(self, x: Array, count: int) -> Array:
         """Gathers the arrays of all senders, and takes the rows of this receiver."""
         here, every = lax.axis_index(self.axis), lax.all_gather(x, self.axis)
-        start, place, size = (
-            v[:, here] for v in (self.start, self.place, self.size)
-        )
+        start, place, size = (v[:, here] for v in (self.start, self.place, self.size))
         row = jnp.arange(count, dtype=jnp.int32)
         # Of parts that begin at one row only the last can have rows.
         sender = jnp.sum(row[:, None] >= place, axis=1) - 1
