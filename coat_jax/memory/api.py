@@ -62,7 +62,8 @@ def estimate_memory(
       mesh: A mesh with axes named "data", "fsdp", "expert" and "tensor", any of them.
         The first three split the batch, "fsdp" and "expert" the parameters, and
         "tensor" heads and the MLP's hidden layer. Of experts, layers gather what "fsdp"
-        splits, and not what "expert" splits. An `AbstractMesh` needs no devices. None is one GPU.
+        splits, and not what "expert" splits. An `AbstractMesh` needs no devices. None
+        is one GPU.
       shardings: The shardings of the parameters: a tree of `NamedSharding` with the
         structure of the model's `nnx.Param` state. By default "fsdp" and "expert"
         split the last axis but one of every matrix, or the experts.

@@ -125,7 +125,7 @@ def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
     """Returns FSDP's shardings of parameters, as far as axes divide them.
 
     "fsdp" and "expert" split the last axis but one of every matrix, or the experts, and
-    "tensor" heads and the MLP's hidden layer. An axis of the parameter is split over the
+    "tensor" heads and the MLP's hidden layer. An axis of a parameter is split over the
     first of these, as many as divide it.
     """
 
