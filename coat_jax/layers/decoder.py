@@ -336,6 +336,8 @@ class DecoderLayer(nnx.Module):
         params = self._mlp_params(codes)
         if self.experts is not None:
             options = {"experts": self.experts, "batch_axes": self.batch_axes}
+            # Steps of generation, without codes, have too few tokens to split.
+            options["sent"] = codes
             return recipe.experts(params, x, norm=self.norm, gate=self.gate, **options)
         out_norm = self.attention.out_norm
         options = {"norm": self._in_norm, "gate": self.gate, "out_norm": out_norm}

@@ -162,9 +162,10 @@ class PlainRecipe(Recipe):
         gate: Activation,
         experts: Experts,
         batch_axes: str | tuple[str, ...] | None = None,
+        sent: bool = True,
     ) -> tuple[Residual, Shares]:
         """Computes the experts of each token."""
-        axis = ExpertAxis.of(params, x, batch_axes, experts)
+        axis = ExpertAxis.of(params, x, batch_axes, experts, sent)
 
         def segment(params, x):
             h = self.norm(norm)(params["norm"], x)

@@ -176,6 +176,7 @@ class Recipe(abc.ABC):
         gate: Activation,
         experts: Experts,
         batch_axes: str | tuple[str, ...] | None = None,
+        sent: bool = True,
     ) -> tuple[Residual, Shares]:
         """Computes `x` plus the weighted sum of each token's experts.
 
@@ -191,6 +192,8 @@ class Recipe(abc.ABC):
           experts: The experts.
           batch_axes: The mesh axes that split the batch, if the mesh's axes are
             automatic and one is named "expert".
+          sent: Whether tokens are sent to the devices of a mesh axis "expert". If not,
+            XLA gathers the weights of experts.
 
         Returns:
           The residual stream, and how tokens are spread over experts.

@@ -52,16 +52,15 @@ def experts_mlp(
     norm: Norm,
     gate: Activation,
     experts: Experts,
-    batch_axes: str | tuple[str, ...] | None = None,
+    axis: ExpertAxis,
 ) -> tuple[Stream, Shares]:
     """Computes `x` plus the weighted sum of each token's experts; see `Experts`.
 
     An expert is a gated MLP of `norm(x)`. `params` holds `norm` [h] or None, `router`
     [e, h], `router_bias` [e] or None, `gate_up` [g, 2, f, h] and `down` [g, h, f], with
-    the e experts to choose from and the shared ones. Devices of a mesh axis "expert"
-    have experts each; see `ExpertAxis`.
+    the e experts to choose from and the shared ones. `axis` says whether the
+    devices of a mesh axis have experts each.
     """
-    axis = ExpertAxis.of(params, stream.x, batch_axes, experts)
 
     def segment(params, stream):
         return _segment(params, stream, norm, gate, experts, axis)

@@ -55,8 +55,11 @@ class ExpertAxis:
         x: Float[Array, "b s h"],
         batch_axes: str | tuple[str, ...] | None,
         experts: Experts,
+        sent: bool = True,
     ) -> "ExpertAxis":
         """Returns the axis of the mesh that parameters and tokens are on.
+
+        Without `sent` there is none, and XLA gathers the weights of experts.
 
         Within `shard_map` over an axis "expert", weights are the device's: those of its
         experts, then those of shared experts.
@@ -68,7 +71,7 @@ class ExpertAxis:
         mesh = array_types.mesh_of((x, params["gate_up"]))
         if mesh is None:
             return cls._within(len(params["gate_up"]), experts)
-        if mesh.shape.get(EXPERT, 1) == 1:
+        if not sent or mesh.shape.get(EXPERT, 1) == 1:
             return cls()
         if mesh.manual_axes:
             raise ValueError(
