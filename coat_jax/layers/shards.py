@@ -60,7 +60,7 @@ def by_shards(
 
 
 def finished(
-    params: Any, stream: Stream, grads: Any, rest: list[Any], known: bool = True
+    params: Any, stream: Stream, grads: Any, streams: list[Any], in_order: bool = True
 ) -> tuple[Any, ...]:
     """Returns the results of a segment's backward pass in the form of its arguments.
 
@@ -68,19 +68,22 @@ def finished(
       params: The parameters.
       stream: The gradient of the resulting stream.
       grads: The gradients of parameters, added up over devices.
-      rest: The other gradients, arrays and streams.
-      known: Whether the token of the stream is known only when `grads` are.
+      streams: The other gradients, arrays and streams.
+      in_order: Whether the token of the stream is known only when `grads` are.
     """
     shape, token = stream.scale.shape, stream.token
-    if known and token is not None:
+    if in_order and token is not None:
         matrices = (x for x in jax.tree.leaves(grads) if x.ndim > 1)
         for gradient in matrices:
             token = exchange.ready(token, gradient)
     grads = {name: _finished(g, params[name]) for name, g in grads.items()}
-    for j, x in enumerate(rest):
-        if isinstance(x, Stream):
-            rest[j] = Stream(x.x, jnp.broadcast_to(x.scale, shape), token)
-    return grads, *rest
+
+    def of_devices(x: Any) -> Any:
+        if not isinstance(x, Stream):
+            return x
+        return Stream(x.x, jnp.broadcast_to(x.scale, shape), token)
+
+    return grads, *map(of_devices, streams)
 
 
 def over_shards(fn: Callable[[Array], Any], stream: Stream) -> Any:

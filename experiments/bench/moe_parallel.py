@@ -1,7 +1,7 @@
 """A layer of experts on the GPUs of a mesh axis "expert", for `experiments.bench.moe`.
 
 Each GPU has an equal part of the tokens and of the experts. The layer's results are
-compared with those of one GPU that has all tokens, and its time with that of one GPU
+compared with one GPU's results for all tokens, and its time with the time of one GPU
 that has as many tokens as each has here, and all experts.
 """
 
@@ -25,7 +25,7 @@ from experiments.common.timing import Program, timed
 # Recipes, and the rows that a GPU has place for; see `Experts.buffer`.
 CASES = (("coat", None), ("coat", 1.5), ("te", None), ("bf16", None), ("bf16", 1.5))
 SMALL = LayerShape(256, 8, 2, 128, 128)
-# The largest error of results relative to those of one GPU. Sums in another order move
+# The largest error of results relative to one GPU's. Sums in another order move
 # roundings, and choices among near experts.
 LARGEST_ERROR = 0.02
 

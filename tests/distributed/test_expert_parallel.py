@@ -1,6 +1,6 @@
 """Tests of experts that a mesh axis splits: rows that travel, layers and models.
 
-The oracle of rows is NumPy. Layers and models are compared with those of one device.
+The oracle of rows is NumPy. Layers and models are compared with one device.
 """
 
 import dataclasses

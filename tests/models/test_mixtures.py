@@ -129,11 +129,11 @@ def test_the_estimate_knows_experts_of_a_mesh_axis():
     # The rows of equal loads take as much as on one GPU, and 4 * 4 numbers of rows for
     # 2 experts, for each of 2 layers, replace the numbers of rows of 8 experts.
     assert split.saved_bytes - whole.saved_bytes == 2 * 4 * (4 * 4 * 2 - 8)
-    arrays = 3 * 2 * 32 * 32 * 8 * 4  # Of two layers, float32.
+    arrays = 3 * 2 * 32 * 32 * 8 * 4  # Two layers, float32.
     assert whole.update.parameters - split.update.parameters > arrays * 3 // 4
     # All rows may arrive at one of 4 devices.
     rows = 4 * 8 * 2
-    of_a_row = 2 * 32 * (1 + 2 / 16) + 4  # And the largest scale.
+    of_a_row = 2 * 32 * (1 + 2 / 16) + 4  # The largest scale is last.
     more = estimate(16, buffer=None, expert=4).saved_bytes - split.saved_bytes
     assert more == 2 * 3 * rows * of_a_row
     for sizes, rule in (

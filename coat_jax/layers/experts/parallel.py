@@ -30,7 +30,7 @@ _WEIGHTS = ("gate_up", "down")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertAxis:
-    """How a mesh axis "expert" splits the experts of a layer, if there is one.
+    """The mesh axis "expert" that splits the experts of a layer, if there is one.
 
     Tokens are split over the axes of the batch and over "expert". If "expert" is among
     the axes of the batch, as it should be, the rest of the layer is split like them.
@@ -61,8 +61,8 @@ class ExpertAxis:
 
         Without `sent` there is none, and XLA gathers the weights of experts.
 
-        Within `shard_map` over an axis "expert", weights are the device's: those of its
-        experts, then those of shared experts.
+        Within `shard_map` over an axis "expert", weights are the device's: first of its
+        experts, then of shared experts.
 
         Raises:
           ValueError: If the axis does not divide the experts, the axes of tokens do not
@@ -108,8 +108,8 @@ class ExpertAxis:
                 f'the mesh axis "expert" must divide num_experts {self.num_experts}, '
                 f"got {count}"
             )
-        others = set(mesh.axis_names) - set(self._axes)
-        if wrong := sorted(name for name in others if mesh.shape[name] > 1):
+        not_of_tokens = set(mesh.axis_names) - set(self._axes)
+        if wrong := sorted(name for name in not_of_tokens if mesh.shape[name] > 1):
             raise ValueError(
                 f'a mesh with an axis "expert" must split nothing but the batch, over '
                 f"{', '.join(self._axes)}; got {', '.join(wrong)}"
@@ -134,8 +134,8 @@ class ExpertAxis:
     @property
     def params(self) -> dict[str, Any]:
         """The specs of parameters that are `split`."""
-        whole = dict.fromkeys(("norm", "router", "router_bias"), P())
-        return whole | dict.fromkeys(_WEIGHTS, (P(EXPERT), P()))
+        replicated = dict.fromkeys(("norm", "router", "router_bias"), P())
+        return replicated | dict.fromkeys(_WEIGHTS, (P(EXPERT), P()))
 
     def split(
         self,
@@ -148,10 +148,8 @@ class ExpertAxis:
             w = w if quantize is None else quantize(merged(w))
             if jax.tree.leaves(w)[0].shape[0] == self.num_experts:
                 return w, None
-            return tuple(
-                jax.tree.map(lambda v, part=part: v[part], w)
-                for part in (slice(self.num_experts), slice(self.num_experts, None))
-            )
+            chosen = jax.tree.map(lambda v: v[: self.num_experts], w)
+            return chosen, jax.tree.map(lambda v: v[self.num_experts :], w)
 
         return {**params, **{name: parts(params[name]) for name in _WEIGHTS}}
 
@@ -177,8 +175,8 @@ class ExpertAxis:
     def backward(self, run: Callable, residuals: Any, cotangents: Any) -> tuple:
         """Computes a segment's gradients on each device, and adds them up.
 
-        The results are those of `by_shards`. The stream's gradient has a scale for each
-        shard of the batch, the largest one of the shard's devices.
+        Results are like the results of `by_shards`. The stream's gradient has a scale
+        for each shard of the batch, the largest one of the shard's devices.
 
         Args:
           run: A function of residuals and cotangents, the first of each parameters and
@@ -196,8 +194,8 @@ class ExpertAxis:
             grads = {**parts, **lax.psum(grads, self._axes)}
             return grads, stream.x, stream.scale[None]
 
-        others = tuple(name for name in self._axes if name != EXPERT)
-        of_weights = dict.fromkeys(_WEIGHTS, (P(others, EXPERT), P()))
+        data_axes = tuple(name for name in self._axes if name != EXPERT)
+        of_weights = dict.fromkeys(_WEIGHTS, (P(data_axes, EXPERT), P()))
         scales = P(self.batch) if dy.scale.ndim else P()
         in_specs = self.params, self.tokens, self.tokens, scales, self.tokens
         out_specs = self.params | of_weights, self.tokens, self.tokens
@@ -249,6 +247,6 @@ def _joined(parts: tuple[Any, Any]) -> Any:
 
 
 def _total(chosen: Array, shared: Array | None) -> Array:
-    """Adds up gradients of chosen experts, and joins those of shared ones."""
+    """Adds up gradients of chosen experts, and appends the shared experts' sums."""
     chosen = exchange.total(chosen)
     return chosen if shared is None else jnp.concatenate([chosen, shared])

@@ -35,14 +35,14 @@ class Chunks:
 
     Attributes:
       start: The first row of a part in its sender's array.
-      place: The first row of a part in its receiver's array. Parts follow one another
+      target: The first row of a part in its receiver's array. Parts follow one another
         in the order of their senders.
       size: The number of rows.
       axis: The mesh axis.
     """
 
     start: Int[Array, "p p"]
-    place: Int[Array, "p p"]
+    target: Int[Array, "p p"]
     size: Int[Array, "p p"]
     axis: str = dataclasses.field(metadata={"static": True})
 
@@ -56,15 +56,15 @@ class Chunks:
             one are not sent, because they would be written to other memory.
           axis: The mesh axis.
         """
-        place = jnp.cumsum(sizes, axis=0) - sizes
-        size = jnp.clip(capacity - place, 0, sizes)
+        target = jnp.cumsum(sizes, axis=0) - sizes
+        size = jnp.clip(capacity - target, 0, sizes)
         start = jnp.cumsum(sizes, axis=1) - sizes
-        return cls(start=start, place=place, size=size, axis=axis)
+        return cls(start=start, target=target, size=size, axis=axis)
 
     def returned(self) -> "Chunks":
         """Returns the parts on their way back."""
-        way = {"start": self.place.T, "place": self.start.T, "size": self.size.T}
-        return dataclasses.replace(self, **way)
+        arrays = {"start": self.target.T, "target": self.start.T, "size": self.size.T}
+        return dataclasses.replace(self, **arrays)
 
     def send(self, x: Shaped[Array, "n *m"], count: int) -> Shaped[Array, "count *m"]:
         """Sends the parts of `x`, and returns what arrives, with zeros elsewhere."""
@@ -74,18 +74,19 @@ class Chunks:
             return self._gather(x, count)
         here = lax.axis_index(self.axis)
         out = jnp.zeros((count, *x.shape[1:]), x.dtype)
-        sent = self.start[here], self.size[here], self.place[here]
+        sent = self.start[here], self.size[here], self.target[here]
         arrays = array_types.varying_alike((x, out, *sent, self.size[:, here]))
         return lax.ragged_all_to_all(*arrays, axis_name=self.axis)
 
     def _gather(self, x: Array, count: int) -> Array:
         """Gathers the arrays of all senders, and takes the rows of this receiver."""
         here, every = lax.axis_index(self.axis), lax.all_gather(x, self.axis)
-        start, place, size = (v[:, here] for v in (self.start, self.place, self.size))
+        arrays = self.start, self.target, self.size
+        start, target, size = (v[:, here] for v in arrays)
         row = jnp.arange(count, dtype=jnp.int32)
-        # Of parts that begin at one row only the last can have rows.
-        sender = jnp.sum(row[:, None] >= place, axis=1) - 1
-        within = row - place[sender]
+        # If several parts begin at one row, only the last of them can have rows.
+        sender = jnp.sum(row[:, None] >= target, axis=1) - 1
+        within = row - target[sender]
         index = sender * len(x) + start[sender] + within
         nothing = every.shape[0] * len(x)
         index = jnp.where(within < size[sender], index, nothing)
@@ -98,7 +99,7 @@ class SentRows:
     """Rows by expert of the tokens that all devices of a mesh axis have sent.
 
     It has the methods of `Rows`. Arguments and results "of tokens" and "of choices" are
-    this device's, and rows are those of its experts.
+    this device's, and rows are of its experts.
 
     Attributes:
       sent: The rows that this device sends, sorted by device and expert.
@@ -206,7 +207,7 @@ class SentRows:
         return self.sent.to_choices(self._return(x))
 
     def sums(self, x: Float[Array, "rows n"]) -> Float[Array, "tokens n"]:
-        """Returns rows in their dtype, and adds up those of each token, in float32.
+        """Returns rows in their dtype, and adds up the rows of each token, in float32.
 
         If any device was sent more rows than it has place for, all sums are NaN.
         """
@@ -288,6 +289,6 @@ def _order(arrived: Int[Array, "p groups"], rows: int) -> Int[Array, " rows"]:
     ends = jnp.cumsum(sizes)
     first = jnp.cumsum(arrived.reshape(-1)).reshape(arrived.shape) - arrived
     row = jnp.arange(rows, dtype=jnp.int32)
-    part = jnp.sum(row[:, None] >= ends[:-1], axis=1)
-    index = first.T.reshape(-1)[part] + row - (ends - sizes)[part]
+    segment = jnp.sum(row[:, None] >= ends[:-1], axis=1)
+    index = first.T.reshape(-1)[segment] + row - (ends - sizes)[segment]
     return jnp.where(row < ends[-1], index, rows).astype(jnp.int32)
