@@ -81,8 +81,10 @@ def rows(small: bool, end: float, options: dict[str, Any]) -> Iterator[Row]:
         alone = layer_of(shape, recipe)
         name = name_of(recipe, buffer)
         error = largest_error(layer, spread, alone, all_tokens)
-        row |= {f"{name}_error": error}
-    row["right"] = all(row[f"{name_of(*case)}_error"] < LARGEST_ERROR for case in CASES)
+        row |= {f"{name}_largest_error": error}
+    row["right"] = all(
+        row[f"{name_of(*case)}_largest_error"] < LARGEST_ERROR for case in CASES
+    )
     part = moe_layers.arguments(shape._replace(tokens=shape.tokens // gpus))
     programs = [
         Program(

@@ -24,6 +24,7 @@ from coat_jax.layers.experts.sent import SentRows, capacity
 from coat_jax.layers.parts import Norm
 from coat_jax.memory.shards import default_shardings
 from coat_jax.models import llama
+from experiments.bench import moe_parallel
 from pallas_kernels.dispatch import devices
 
 pytestmark = pytest.mark.distributed
@@ -378,3 +379,40 @@ def test_models_compute_what_one_device_does(recipe, kind, released):
     assert_near(routing, expected_routing, 1e-3)
     # Devices quantize gradients of attention with scales of their own.
     assert_near(new, expected, 1e-4 if recipe == "bf16" else 0.1)
+
+
+@pytest.mark.slow
+def test_generation_gathers_experts():
+    mesh, sizes = mesh_of(expert=2), {"vocab_size": 96, "hidden_size": 32}
+    config = llama.LlamaConfig(
+        **sizes,
+        intermediate_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        recipe="bf16",
+        dtype=jnp.float32,
+        experts=EXPERTS,
+    )
+    graph, params = nnx.split(llama.Llama(config, rngs=nnx.Rngs(0)))
+    there = jax.tree.map(jax.device_put, params, default_shardings(params, mesh))
+    # No size of a batch is a multiple of the axis, and no batch_axes are needed.
+    answers = [
+        coat.generate(nnx.merge(graph, p), TOKENS[:3, :5], max_new_tokens=3).tokens
+        for p in (params, there)
+    ]
+    np.testing.assert_array_equal(*answers)
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_with_one_device(monkeypatch):
+    monkeypatch.setattr(moe_parallel, "CASES", (("coat", 2.0),))
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    devices_of_mesh = jax.devices()[:2]
+    make_mesh = functools.partial(jax.make_mesh, devices=devices_of_mesh)
+    monkeypatch.setattr(jax, "make_mesh", make_mesh)
+    options = {"calls": 1, "rounds": 1}
+    (row,) = moe_parallel.rows(True, float("inf"), options)
+    assert row["right"], row
+    assert row["gpus"] == 2
+    assert all(row[f"{name}_ms"] > 0 for name in ("coat_buffer_2.0", "one_gpu_coat"))
