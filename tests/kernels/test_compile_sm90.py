@@ -314,14 +314,14 @@ def test_rows_travel_as_codes_between_two_gpus():
         options=OPTIONS,
     ).as_text()
     sent = Counter()
-    for line in program.splitlines():
-        if " ragged-all-to-all" in line and "-done" not in line:
-            dtype, dims = re.findall(r"(\w+)\[([\d,]+)\]", line.split(" = ")[1])[0]
-            sent[dtype, math.prod(map(int, dims.split(",")[1:]))] += 1
+    for types in re.findall(r" = (.*?) ragged-all-to-all(?:-start)?\(", program):
+        dtype, dims = re.findall(r"(\w+)\[([\d,]+)\]", types)[0]
+        sent[dtype, math.prod(map(int, dims.split(",")[1:]))] += 1
     # Tokens and their gradients are codes, tokens twice. Results and gradients return.
     rows = {("f8e4m3fn", 1024): 2, ("f8e5m2", 1024): 1, ("bf16", 1024): 2}
     assert {k: n for k, n in sent.items() if k[1] > 1} == rows
     assert set(sent) - set(rows) == {("f32", 1)}  # Scales and weights of rows.
-    assert "all-to-all" not in program.replace("ragged-all-to-all", "")
-    gathered = re.findall(r" = (\S+) all-gather", program)
-    assert all(text.startswith("s32[2,2,8]") for text in gathered)
+    # The numbers of rows are all that is gathered.
+    gathered = re.findall(r" = (.*?) all-gather(?:-start)?\(", program)
+    assert gathered
+    assert all("s32[2,2,8]" in types for types in gathered)
