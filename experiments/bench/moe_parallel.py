@@ -100,7 +100,7 @@ def rows(small: bool, end: float, options: dict[str, Any]) -> Iterator[Row]:
             functools.partial(passes, layer_of(shape, recipe)),
             part,
         )
-        for recipe in ("coat", "te", "bf16")
+        for recipe in dict(CASES)
     ]
     times, errors = timed(programs, options)
     yield row | {f"{program.name}_ms": 1e3 * s for program, s in times.items()} | errors
