@@ -112,13 +112,13 @@ def largest_error(
     """Returns the largest error among results and gradients, relative to their norm."""
     results = jax.jit(functools.partial(passes, layer))(*spread)
     expected = jax.jit(functools.partial(passes, alone))(*whole)
-    device = jax.devices()[0]
-    largest = 0.0
-    for actual, right in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
-        actual = jax.device_put(actual, device).astype(jnp.float32)
-        right = right.astype(jnp.float32)
-        error = jnp.linalg.norm((actual - right).ravel())
-        # NaN is larger than any error.
-        relative = float(error / jnp.linalg.norm(right.ravel()))
-        largest = relative if not relative <= largest else largest
-    return largest
+    pairs = zip(*map(jax.tree.leaves, (results, expected)), strict=True)
+    # NaN is the largest of errors with NaN.
+    return float(jnp.max(jnp.stack([relative_error(*pair) for pair in pairs])))
+
+
+def relative_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    """Returns the norm of the difference relative to the norm of `expected`."""
+    actual = jax.device_put(actual, jax.devices()[0])
+    actual, expected = (x.astype(jnp.float32).ravel() for x in (actual, expected))
+    return jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected)
