@@ -79,6 +79,8 @@ class DecoderLayer(nnx.Module):
       experts: The experts that take the MLP's place, each of the size
         `intermediate_size`; None means one MLP. They need norms before attention and
         the MLP alone, and scaling just in time.
+      batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic
+        and one that is named "expert" splits the experts.
       output_scale: A factor on the initialization of the two weights whose matmuls
         write to the residual stream.
       context: How sequences are split over devices. The layer then takes and returns
@@ -142,6 +144,7 @@ class DecoderLayer(nnx.Module):
         norm_offset: float = 0.0,
         scores: Scores = LLAMA_SCORES,
         experts: Experts | None = None,
+        batch_axes: str | tuple[str, ...] | None = None,
         param_dtype: DTypeLike = jnp.float32,
         output_scale: float = 1.0,
         context: ContextParallel | None = None,
@@ -175,6 +178,7 @@ class DecoderLayer(nnx.Module):
         if context is not None:
             context.check(num_heads)
         self.experts = experts
+        self.batch_axes = batch_axes
         self.recipe = recipe
         self.norm = recipes.Norm(kind=norm, eps=norm_eps)
         self.norm_placement = norm_placement
@@ -339,8 +343,10 @@ class DecoderLayer(nnx.Module):
         """Computes the MLP or the experts, and how tokens are spread over these."""
         params = self._mlp_params(codes)
         if self.experts is not None:
-            options = {"norm": self.norm, "gate": self.gate, "experts": self.experts}
-            return recipe.experts(params, x, **options)
+            options = {"experts": self.experts, "batch_axes": self.batch_axes}
+            # Steps of generation, without codes, have too few tokens to split.
+            options["sent"] = codes
+            return recipe.experts(params, x, norm=self.norm, gate=self.gate, **options)
         out_norm = self.attention.out_norm
         options = {"norm": self._in_norm, "gate": self.gate, "out_norm": out_norm}
         return recipe.gated_mlp(params, x, **options), None

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.fp8 import matmul
 from coat_jax.layers.experts import composed
+from coat_jax.layers.experts.parallel import ExpertAxis
 from coat_jax.layers.experts.products import Product
 from coat_jax.layers.experts.routing import Experts, Shares
 from coat_jax.layers.flow import Params, joined
@@ -163,8 +164,11 @@ class PlainRecipe(Recipe):
         norm: Norm,
         gate: Activation,
         experts: Experts,
+        batch_axes: str | tuple[str, ...] | None = None,
+        sent: bool = True,
     ) -> tuple[Residual, Shares]:
         """Computes the experts of each token."""
+        axis = ExpertAxis.of(params, x, batch_axes, experts, sent)
 
         def segment(params, x):
             h = self.norm(norm)(params["norm"], x)
@@ -174,10 +178,11 @@ class PlainRecipe(Recipe):
                 product=self.product,
                 gated=self.pointwise(partial(composed.weighted_gate, GATES[gate])),
                 experts=experts,
+                axis_name=axis.name,
             )
             return x + y.reshape(x.shape), shares
 
-        return composed.over_shards_of(segment, params, x)
+        return composed.over_shards_of(segment, params, x, axis)
 
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
         """Returns `x`."""

@@ -205,6 +205,8 @@ class Recipe(abc.ABC):
         norm: Norm,
         gate: Activation,
         experts: Experts,
+        batch_axes: str | tuple[str, ...] | None = None,
+        sent: bool = True,
     ) -> tuple[Residual, Shares]:
         """Computes `x` plus the weighted sum of each token's experts.
 
@@ -218,12 +220,17 @@ class Recipe(abc.ABC):
           norm: The norm of the input.
           gate: The activation of the gate.
           experts: The experts.
+          batch_axes: The mesh axes that split the batch, if the mesh's axes are
+            automatic and one is named "expert".
+          sent: Whether tokens are sent to the devices of a mesh axis "expert". If not,
+            XLA gathers the weights of experts.
 
         Returns:
           The residual stream, and how tokens are spread over experts.
 
         Raises:
-          ValueError: If the recipe has no matmuls of experts.
+          ValueError: If the recipe has no matmuls of experts, or the mesh cannot split
+            the experts or the batch; see `coat_jax.layers.experts.parallel.ExpertAxis`.
         """
 
     @abc.abstractmethod

@@ -18,6 +18,7 @@ from coat_jax.fp8 import matmul
 from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.layers import blockwise, flow, shards
 from coat_jax.layers.experts import flow as expert_flow
+from coat_jax.layers.experts.parallel import ExpertAxis
 from coat_jax.layers.experts.products import fp8_product, plain_product
 from coat_jax.layers.experts.routing import Experts, Shares
 from coat_jax.layers.flow import Params
@@ -137,9 +138,12 @@ class Fp8Recipe(Recipe):
         norm: Norm,
         gate: Activation,
         experts: Experts,
+        batch_axes: str | tuple[str, ...] | None = None,
+        sent: bool = True,
     ) -> tuple[Residual, Shares]:
         """Computes the experts of each token."""
-        return expert_flow.experts_mlp(params, x, norm, gate, experts)
+        axis = ExpertAxis.of(params, x.x, batch_axes, experts, sent)
+        return expert_flow.experts_mlp(params, x, norm, gate, experts, axis)
 
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
         """Returns the stream's array; backward computes its gradient's scale."""

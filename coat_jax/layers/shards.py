@@ -47,26 +47,43 @@ def by_shards(
         def wrapped(*args):
             *options, residuals, cotangents = args
             run = partial(backward, *options)
-            stream = _stream(cotangents)
-            shape, token = stream.scale.shape, stream.token
+            stream = stream_of(cotangents)
             if stream.scale.ndim and "amax" not in residuals[0]:
                 grads, *rest = _over_shards(run, mapped, residuals, cotangents)
             else:
                 grads, *rest = run(residuals, cotangents)
-            if known and token is not None:
-                matrices = (x for x in jax.tree.leaves(grads) if x.ndim > 1)
-                for gradient in matrices:
-                    token = exchange.ready(token, gradient)
-            params = residuals[0]
-            grads = {name: _finished(g, params[name]) for name, g in grads.items()}
-            for j, x in enumerate(rest):
-                if isinstance(x, Stream):
-                    rest[j] = Stream(x.x, jnp.broadcast_to(x.scale, shape), token)
-            return grads, *rest
+            return finished(residuals[0], stream, grads, rest, known)
 
         return wrapped
 
     return wrap
+
+
+def finished(
+    params: Any, stream: Stream, grads: Any, streams: list[Any], in_order: bool = True
+) -> tuple[Any, ...]:
+    """Returns the results of a segment's backward pass in the form of its arguments.
+
+    Args:
+      params: The parameters.
+      stream: The gradient of the resulting stream.
+      grads: The gradients of parameters, added up over devices.
+      streams: The other gradients, arrays and streams.
+      in_order: Whether the token of the stream is known only when `grads` are.
+    """
+    shape, token = stream.scale.shape, stream.token
+    if in_order and token is not None:
+        matrices = (x for x in jax.tree.leaves(grads) if x.ndim > 1)
+        for gradient in matrices:
+            token = exchange.ready(token, gradient)
+    grads = {name: _finished(g, params[name]) for name, g in grads.items()}
+
+    def of_devices(x: Any) -> Any:
+        if not isinstance(x, Stream):
+            return x
+        return Stream(x.x, jnp.broadcast_to(x.scale, shape), token)
+
+    return grads, *map(of_devices, streams)
 
 
 def over_shards(fn: Callable[[Array], Any], stream: Stream) -> Any:
@@ -82,7 +99,7 @@ def over_shards(fn: Callable[[Array], Any], stream: Stream) -> Any:
 
 
 def _over_shards(run: Callable, mapped: tuple, residuals: Any, cotangents: Any) -> Any:
-    split = partial(_split, _stream(cotangents).scale.size)
+    split = partial(_split, stream_of(cotangents).scale.size)
     given = zip(residuals, mapped, strict=True)
     residuals = tuple(_map(split, x) if own else x for x, own in given)
     axes = tuple(0 if own else None for own in mapped)
@@ -157,7 +174,7 @@ def _map(fn: Callable, tree: Any) -> Any:
     return jax.tree.map(fn, tree, is_leaf=_is_stream)
 
 
-def _stream(tree: Any) -> Stream:
+def stream_of(tree: Any) -> Stream:
     """Returns the only stream in a tree."""
     (found,) = filter(_is_stream, jax.tree.leaves(tree, is_leaf=_is_stream))
     return found

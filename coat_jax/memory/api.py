@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from coat_jax.layers import recipes
+from coat_jax.layers.experts.parallel import EXPERT
 from coat_jax.memory.kinds import GIB, MemoryEstimate
 from coat_jax.memory.shards import (
     axis_sizes,
@@ -20,6 +22,7 @@ from coat_jax.memory.shards import (
     local_batch_of,
     local_config,
     local_length_of,
+    with_local_experts,
 )
 from coat_jax.memory.step import estimate_step
 from coat_jax.models import llama
@@ -57,12 +60,13 @@ def estimate_memory(
       config: The shape and precision of the model.
       batch: The number of sequences in a step, on all GPUs together.
       sequence: The number of tokens in a sequence.
-      mesh: A mesh with axes named "data", "fsdp", "context" and "tensor", any of them.
-        "data" and "fsdp" split the batch, "context" sequences, "fsdp" and "context" the
-        parameters, and "tensor" heads and the MLP's hidden layer. An `AbstractMesh`
-        needs no devices. None is one GPU.
+      mesh: A mesh with axes named "data", "fsdp", "expert", "context" and "tensor", any
+        of them. The first three split the batch, "context" sequences, "fsdp", "expert"
+        and "context" the parameters, and "tensor" heads and the MLP's hidden layer. Of
+        experts, layers gather what "fsdp" and "context" split, and not what "expert"
+        splits. An `AbstractMesh` needs no devices. None is one GPU.
       shardings: The shardings of the parameters: a tree of `NamedSharding` with the
-        structure of the model's `nnx.Param` state. By default "fsdp" and "context"
+        structure of the model's `nnx.Param` state. By default these three axes
         split the last axis but one of every matrix, or the experts.
       recipe: The recipe, if it is not the configuration's.
       optimizer: The optimizer. By default it is `coat.fp8_adamw` for the recipes "coat"
@@ -99,10 +103,12 @@ def estimate_memory(
     places = None
     if mesh is not None:
         places = checked_shardings(shardings, params, mesh)
-    loss, *state = _loss_of(local_config(config, sizes))
-    return estimate_step(
+    loss, local, histories = _loss_of(local_config(config, sizes))
+    step = partial(
+        estimate_step,
         loss,
-        *state,
+        with_local_experts(local, config, sizes),
+        histories,
         jax.ShapeDtypeStruct((local_batch, local_length + 1), jnp.int32),
         optimizer=optimizer,
         logits=chunk_of_logits(local_batch * local_length, config.vocab_size),
@@ -110,6 +116,7 @@ def estimate_memory(
         gpus=math.prod(sizes.values()),
         layers=_layers(params) if released else None,
     )
+    return _within_axis(EXPERT, sizes.get(EXPERT, 1), step)
 
 
 def largest_batch(
@@ -161,6 +168,18 @@ def largest_batch(
         middle = (fewest + most) // 2
         fewest, most = (middle, most) if fits(middle) else (fewest, middle)
     return fewest * parts
+
+
+def _within_axis[Result](name: str, size: int, fn: Callable[[], Result]) -> Result:
+    """Returns `fn()`, called where programs are traced for a device of a mesh axis."""
+    results = []
+
+    def call() -> tuple[()]:
+        results.append(fn())
+        return ()
+
+    jax.make_jaxpr(call, axis_env=[(name, size)] if size > 1 else None)()
+    return results[0]
 
 
 def default_optimizer(recipe: recipes.RecipeName) -> optax.GradientTransformation:

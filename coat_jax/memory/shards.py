@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,9 +15,11 @@ from jaxtyping import Array
 
 from coat_jax.models import llama
 
-# Mesh axes by what they split: the batch, the parameters and the batch, the parameters
-# and sequences, and the heads and the MLP's hidden layer.
-_AXES = ("data", "fsdp", "context", "tensor")
+# Mesh axes by what they split: the batch, the parameters and the batch, the experts,
+# the parameters and the batch, the parameters and sequences, and the heads and the
+# MLP's hidden layer.
+_AXES = ("data", "fsdp", "expert", "context", "tensor")
+_SHARDS = ("fsdp", "expert", "context")
 # The axis "tensor" splits the inputs of these weights, and the outputs of the others.
 _SPLIT_BY_INPUTS = ("out", "down")
 # The weights of experts in stacks of layers, and their numbers of axes.
@@ -38,7 +41,7 @@ def axis_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
 
 def batch_parts(sizes: dict[str, int]) -> int:
     """Returns the number of parts of the batch."""
-    return sizes.get("data", 1) * sizes.get("fsdp", 1)
+    return math.prod(sizes.get(name, 1) for name in ("data", "fsdp", "expert"))
 
 
 def local_batch_of(batch: int, sizes: dict[str, int]) -> int:
@@ -49,8 +52,8 @@ def local_batch_of(batch: int, sizes: dict[str, int]) -> int:
     """
     if batch % (parts := batch_parts(sizes)):
         raise ValueError(
-            f"batch must be a multiple of {parts}, the size of the axes data and fsdp "
-            f"together, got {batch}"
+            f"batch must be a multiple of {parts}, the size of the axes data, fsdp and "
+            f"expert together, got {batch}"
         )
     return batch // parts
 
@@ -121,11 +124,48 @@ def local_config(config: llama.LlamaConfig, sizes: dict[str, int]) -> llama.Llam
                 f"the axis tensor must divide {name} {getattr(config, name)}, got "
                 f"{parts}"
             )
+    _check_experts(config, sizes)
     local = {name: getattr(config, name) // parts for name in split}
     head_dim = config.head_dim or config.hidden_size // config.num_heads
     context = sizes.get("context", 1)
     local["context"] = None if context == 1 else _LocalContext(parts=context)
     return dataclasses.replace(config, head_dim=head_dim, batch_axes=None, **local)
+
+
+def _check_experts(config: llama.LlamaConfig, sizes: dict[str, int]) -> None:
+    parts, experts = sizes.get("expert", 1), config.experts
+    if parts == 1:
+        return
+    if experts is None:
+        raise ValueError("the axis expert needs a model with experts, got None")
+    if experts.num_experts % parts:
+        raise ValueError(
+            f"the axis expert must divide num_experts {experts.num_experts}, got "
+            f"{parts}"
+        )
+    for other in ("tensor", "context"):
+        if sizes.get(other, 1) > 1:
+            raise ValueError(
+                f"a mesh has the axis expert or {other}, not both, got {sizes}"
+            )
+
+
+def with_local_experts(
+    params: nnx.State, config: llama.LlamaConfig, sizes: dict[str, int]
+) -> nnx.State:
+    """Returns the shapes of parameters with the experts of one GPU, for each layer."""
+    parts, experts = sizes.get("expert", 1), config.experts
+    if parts == 1 or experts is None:
+        return params
+    count = experts.num_experts // parts + experts.num_shared
+
+    def local(path: Any, param: Any) -> Any:
+        if not _is_of_experts(_names(path), param):
+            return param
+        shape = len(param), count, *param.shape[2:]
+        return jax.ShapeDtypeStruct(shape, param.dtype)
+
+    return jax.tree_util.tree_map_with_path(local, params)
 
 
 def checked_shardings(
@@ -149,20 +189,25 @@ def checked_shardings(
 def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
     """Returns FSDP's shardings of parameters, as far as axes divide them.
 
-    "fsdp" and "context" split the last axis but one of every matrix, and "tensor" heads
-    and the MLP's hidden layer. An axis of the parameter is whole if the mesh does not
-    divide it.
+    "fsdp", "expert" and "context" split the last axis but one of every matrix, or the
+    experts, and "tensor" heads and the MLP's hidden layer. An axis of a parameter is
+    split over the first of these, as many as divide it.
     """
 
     def sharding(path: Any, param: Any) -> NamedSharding:
         spec = _spec(path, param, mesh)
-        parts = (
-            name if param.shape[i] % _size(name, mesh) == 0 else None
-            for i, name in enumerate(spec)
-        )
+        parts = map(partial(_dividing, mesh), spec, param.shape)
         return NamedSharding(mesh, P(*parts))
 
     return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def _dividing(mesh: Mesh | AbstractMesh, names: Any, size: int) -> Any:
+    """Returns the first of the mesh axes, as many as divide an array's axis."""
+    names = names if isinstance(names, tuple) else (names,)
+    while names and size % _size(names, mesh):
+        names = names[:-1]
+    return names if len(names) > 1 else next(iter(names), None)
 
 
 def _size(names: Any, mesh: Mesh | AbstractMesh) -> int:
@@ -172,30 +217,39 @@ def _size(names: Any, mesh: Mesh | AbstractMesh) -> int:
 
 
 def _spec(path: Any, param: Any, mesh: Mesh | AbstractMesh) -> P:
-    """Returns the spec that splits a matrix over "fsdp", "context" and "tensor".
+    """Returns the spec that splits a matrix over "tensor" and the axes of parameters.
 
-    Of the weights of experts "fsdp" and "context" split the experts, so that each is
-    quantized where it is, and its codes are gathered.
+    Of the weights of experts "expert", "fsdp" and "context" split the experts, so that
+    each is quantized where it is. Codes are gathered over all but "expert".
     """
-    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    shards = tuple(name for name in ("fsdp", "context") if name in mesh.axis_names)
-    tensor = "tensor" in mesh.axis_names
+    names, tensor = _names(path), "tensor" in mesh.axis_names
     in_layer = "layers" in names
     vector = "norm" in "/".join(names) or "qkv_bias" in names
     if vector or param.ndim < 2:
         return P()
     spec: list[Any] = [None] * param.ndim
+    shards = tuple(name for name in _SHARDS if name in mesh.axis_names)
     outputs = shards
     if tensor and in_layer:
         if any(name in names for name in _SPLIT_BY_INPUTS):
             spec[-1] = "tensor"
         else:
             outputs = (*outputs, "tensor")
-    of_experts = any(param.ndim == ndim for name, ndim in _OF_EXPERTS if name in names)
-    if in_layer and of_experts and shards:
-        spec[1], outputs = shards, outputs[len(shards) :]
+    if in_layer and shards and _is_of_experts(names, param):
+        # The sort is stable: the axis of experts is first.
+        spec[1] = tuple(sorted(shards, key=lambda name: name != "expert"))
+        outputs = outputs[len(shards) :]
     spec[-2] = outputs or None
     return P(*spec)
+
+
+def _names(path: Any) -> list[str]:
+    return jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+
+
+def _is_of_experts(names: list[str], param: Any) -> bool:
+    """Returns whether a parameter is a stack of the weights of experts."""
+    return any(param.ndim == ndim for name, ndim in _OF_EXPERTS if name in names)
 
 
 def shard_bytes(tree: Any, shardings: Any) -> Iterator[int]:

@@ -375,6 +375,7 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
         scores=config.scores,
         experts=config.experts,
         context=config.context,
+        batch_axes=config.batch_axes,
         param_dtype=config.param_dtype,
         output_scale=1 / math.sqrt(2 * config.num_layers),
         rngs=rngs,

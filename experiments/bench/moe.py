@@ -7,7 +7,9 @@ with others, and writes `moe.json`: the same kernel in BF16, a dense FP8 matmul 
 many numbers, XLA's batched BF16 matmul of equal groups, JAX's kernel of `ragged_dot`,
 and `jax.lax.ragged_dot`. Rates include the list of tiles, and count no padding. With
 `--only layers` it measures whole layers with the shapes of Qwen3-30B-A3B and Mixtral;
-see `experiments.bench.moe_layers`. Rows are printed as lines of JSON as they come. With
+see `experiments.bench.moe_layers`. With `--only expert_parallel`, on two GPUs or more,
+it checks and measures a layer with its experts on all of them; see
+`experiments.bench.moe_parallel`. Rows are printed as lines of JSON as they come. With
 `--small` it interprets tiny kernels on a CPU.
 """
 
@@ -27,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import coat_jax as coat
 import pallas_kernels as pk
-from experiments.bench import moe_layers
+from experiments.bench import moe_layers, moe_parallel
 from experiments.common import results
 from experiments.common.grouped_cases import (
     BF16,
@@ -73,7 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--seconds", type=float, default=420, help="start no case after this time")
     names = [*CASES, "layers"]
-    add("--only", nargs="+", choices=names, default=names)
+    choices = [*names, "expert_parallel"]
+    add("--only", nargs="+", choices=choices, default=names)
     add("--small", action="store_true", help="interpret tiny kernels on a CPU")
     add("--out", type=Path, default=default_path("moe"))
     args = parser.parse_args(arguments)
@@ -111,6 +114,9 @@ def measured(args: argparse.Namespace, end: float) -> Iterator[Row]:
             continue
         if name == "layers":
             yield from moe_layers.rows(args.small, end, options)
+            continue
+        if name == "expert_parallel":
+            yield from moe_parallel.rows(args.small, end, options)
             continue
         for shape in shapes:
             row = {"case": name, **shape._asdict()}

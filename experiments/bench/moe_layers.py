@@ -63,7 +63,7 @@ def layers(shape: LayerShape) -> Iterator[tuple[str, Layer]]:
     """Yields layers of one shape by name, ours first."""
     experts = Experts(num_experts=shape.experts, top_k=shape.top_k)
     for name in ("coat", "te", "bf16"):
-        yield name, functools.partial(_of_recipe, recipes.RECIPES[name], experts)
+        yield name, functools.partial(of_recipe, recipes.RECIPES[name], experts)
     bf16 = functools.partial(recipes.PlainRecipe, linear=jnp.matmul)
     products: dict[str, Product] = {"batched_einsum": _batched}
     if shape.experts <= _FEW_EXPERTS:
@@ -71,14 +71,22 @@ def layers(shape: LayerShape) -> Iterator[tuple[str, Layer]]:
     for name, product in {**products, "grouped": recipes.UNQUANTIZED.product}.items():
         # Gates are recomputed, so that little more than matmuls' operands is saved.
         recipe = bf16(product=product, pointwise=jax.checkpoint)
-        layer = functools.partial(_of_recipe, recipe, experts)
+        layer = functools.partial(of_recipe, recipe, experts)
         yield f"bf16_{name}_gates_recomputed", layer
 
 
-def _of_recipe(recipe: recipes.Recipe, experts: Experts, params: Any, x: jax.Array):
+def of_recipe(
+    recipe: recipes.Recipe,
+    experts: Experts,
+    params: Any,
+    x: jax.Array,
+    batch_axes: str | None = None,
+) -> tuple[jax.Array, Routing]:
+    """Applies a layer of experts; `batch_axes` are the mesh axes of the batch."""
     options = {"norm": NORM, "gate": "silu", "experts": experts}
     params = {**params, "router_bias": None}
-    y, shares = recipe.experts(params, recipe.enter(x), **options)
+    x = recipe.enter(x, batch_axes)
+    y, shares = recipe.experts(params, x, **options, batch_axes=batch_axes)
     return recipe.leave(y), Routing.of(shares)
 
 

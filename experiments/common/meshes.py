@@ -1,18 +1,21 @@
 """Meshes of devices: their names on a command line, and how a training is sharded.
 
-A mesh has four axes. A batch is split over `data` and `fsdp`, sequences over `context`,
-and parameters with their moments over `fsdp`, `context` and `tensor`. The specs say no
-more than that: XLA and the library's kernels follow them. Below, `fsdp` splits with
+A mesh has five axes. A batch is split over `data`, `fsdp` and `expert`, sequences over
+`context`, and parameters with their moments over all but `data`. The specs say no more
+than that: XLA and the library's kernels follow them. Below, `fsdp` splits with
 `context` what it splits.
 
-| weight     | axis that fsdp splits | axis that tensor splits |
-|------------|-----------------------|-------------------------|
-| `qkv`      | outputs               | outputs                 |
-| `gate_up`  | outputs               | outputs                 |
-| `out`      | outputs               | inputs                  |
-| `down`     | outputs               | inputs                  |
-| embedding  | vocabulary            | vocabulary              |
-| `head`     | inputs                | inputs                  |
+| weight     | axis that fsdp and expert split | axis that tensor splits |
+|------------|---------------------------------|-------------------------|
+| `qkv`      | outputs                         | outputs                 |
+| `gate_up`  | outputs                         | outputs                 |
+| `out`      | outputs                         | inputs                  |
+| `down`     | outputs                         | inputs                  |
+| embedding  | vocabulary                      | vocabulary              |
+| `head`     | inputs                          | inputs                  |
+
+Of the weights of experts `expert` splits the experts, and `fsdp` each part of them.
+Layers gather what `fsdp` splits, and send tokens to what `expert` splits.
 """
 
 import math
@@ -33,29 +36,29 @@ from jaxtyping import Array, Int32, Int64
 
 import coat_jax as coat
 from coat_jax.layers.context import ContextParallel
+from coat_jax.models import llama
 
-AXES = ("data", "fsdp", "context", "tensor")
-BATCH_AXES = ("data", "fsdp")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")
 _REFUSED = {
     "sequence": "the axis that splits sequences is context",
     "pipeline": "pipelines of layers are not supported",
     "stage": "pipelines of layers are not supported",
-    "expert": "there are no experts",
 }
 # Stacked weights have the layer as their first axis, and gate_up two halves after it.
 _SPECS = {
-    "embedding": P(("fsdp", "tensor")),
-    "head": P(("fsdp", "tensor")),
-    "qkv": P(None, ("tensor", "fsdp")),
-    "out": P(None, "fsdp", "tensor"),
-    "gate_up": P(None, None, ("tensor", "fsdp")),
-    "down": P(None, "fsdp", "tensor"),
+    "embedding": P(("fsdp", "expert", "tensor")),
+    "head": P(("fsdp", "expert", "tensor")),
+    "qkv": P(None, ("tensor", "fsdp", "expert")),
+    "out": P(None, ("fsdp", "expert"), "tensor"),
+    "gate_up": P(None, None, ("tensor", "fsdp", "expert")),
+    "down": P(None, ("fsdp", "expert"), "tensor"),
     "router": P(),
 }
 # The specs of the weights of experts, which have an axis more than an MLP.
 _SPECS_OF_EXPERTS = {
-    ("gate_up", 5): P(None, "fsdp", None, "tensor"),
-    ("down", 4): P(None, "fsdp", None, "tensor"),
+    ("gate_up", 5): P(None, ("expert", "fsdp"), None, "tensor"),
+    ("down", 4): P(None, ("expert", "fsdp"), None, "tensor"),
 }
 
 
@@ -83,6 +86,9 @@ def parse(text: str) -> dict[str, int]:
                 f"--mesh takes {name}=N with N of 1 or more, got {axis_text!r}"
             )
         sizes[name] = int(number)
+    for other in ("tensor", "context"):
+        if sizes.get("expert", 1) > 1 and sizes.get(other, 1) > 1:
+            raise ValueError(f"--mesh takes expert or {other}, not both, got {text!r}")
     return sizes
 
 
@@ -118,6 +124,15 @@ def _describe(sizes: Mapping[str, int]) -> str:
     """Returns the sizes as the flag takes them, without axes of size 1."""
     shown = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     return ",".join(shown) or "fsdp=1"
+
+
+def check_experts(config: llama.LlamaConfig, mesh: Mesh | None) -> None:
+    """Raises ValueError if a mesh splits the experts of a model without them."""
+    size = 1 if mesh is None else mesh.shape["expert"]
+    if size > 1 and config.experts is None:
+        raise ValueError(
+            f"the mesh {name_of(mesh)} splits experts, and the model has none"
+        )
 
 
 def check_batch(name: str, batch_size: int, mesh: Mesh | None, parts: int = 1) -> None:

@@ -158,6 +158,8 @@ def load_inputs(
       mesh: The mesh that trainings are spread over; None means the first device.
     """
     base, encoder = _base(settings, tokenizer)
+    config = base.config(settings, settings.recipes[0])
+    meshes.check_experts(config, mesh)
     meshes.check_batch("--batch-size", settings.batch_size, mesh, settings.accumulate)
     meshes.check_length("--seq-len", settings.seq_len, mesh)
     train, test = (
@@ -167,7 +169,7 @@ def load_inputs(
         test.questions[: settings.test_questions],
         encoder,
         load_checker(settings.checker),
-        base.config(settings, settings.recipes[0]),
+        config,
     )
     print(f"data: {train.described}; to validate on: {test.described}", flush=True)
     inputs = QuestionInputs(

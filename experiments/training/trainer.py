@@ -45,6 +45,7 @@ class Trainer(ModelTrainer):
         optimizer: Optimizer | None = None,
         mesh: Mesh | None = None,
     ) -> None:
+        meshes.check_experts(config, mesh)
         if mesh is not None:
             config = dataclasses.replace(
                 config, batch_axes=meshes.BATCH_AXES, context=meshes.context_of(mesh)

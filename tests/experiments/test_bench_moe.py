@@ -47,6 +47,14 @@ def test_no_case_starts_after_the_time(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["skipped"] == "time is up"
 
 
+def test_experts_on_several_gpus_need_them(tmp_path, monkeypatch):
+    out = tmp_path / "moe.json"
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    moe.main(["--small", "--only", "expert_parallel", "--out", str(out)])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["skipped"].startswith("it needs 2 GPUs")
+
+
 def test_bars_are_of_the_measured_shapes():
     shape, target = next(iter(moe.FORWARD.items()))
     row = {"case": "forward", **shape._asdict(), "random_tflop_per_s": target + 1.0}

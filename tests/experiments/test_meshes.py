@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from helpers.kills import on_call
 from helpers.main_job import rows_of, tiny, write_letters
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from coat_jax.models import llama
 from experiments.common import meshes
@@ -23,15 +25,17 @@ def test_axes_are_read():
         "tensor": 2,
         "context": 8,
     }
+    assert meshes.parse("expert=2,fsdp=2") == {"expert": 2, "fsdp": 2}
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("model=8", "the axes data, fsdp, context and tensor, got 'model'"),
+        ("model=8", "the axes data, fsdp, expert, context and tensor, got 'model'"),
         ("sequence=2,fsdp=4", "the axis that splits sequences is context"),
+        ("expert=2,context=2", "expert or context, not both"),
         ("pipeline=2", "pipelines of layers are not supported"),
-        ("expert=2", "there are no experts"),
+        ("expert=2,tensor=2", "expert or tensor, not both"),
         ("fsdp=0", "N of 1 or more, got 'fsdp=0'"),
         ("fsdp", "N of 1 or more, got 'fsdp'"),
         ("fsdp=2,fsdp=2", "each axis once"),
@@ -44,6 +48,19 @@ def test_wrong_axes_are_named(given, message, capsys):
     output = capsys.readouterr().err
     assert message in output
     assert output.count("\n") == 1
+
+
+def test_only_models_with_experts_split_them():
+    mesh = AbstractMesh((1, 2, 2, 1, 1), meshes.AXES)
+    assert meshes.batch_parts(mesh) == 4
+    meshes.check_experts(llama.CONFIGS["moe-300m"], mesh)
+    with pytest.raises(ValueError, match="fsdp=2,expert=2 splits experts, and the"):
+        meshes.check_experts(llama.CONFIGS["124m"], mesh)
+    shapes = {"gate_up": (2, 8, 2, 32, 64), "qkv": (2, 64, 64)}
+    params = {name: jax.ShapeDtypeStruct(x, np.float32) for name, x in shapes.items()}
+    specs = {k: v.spec for k, v in meshes.param_shardings(params, mesh).items()}
+    assert specs["gate_up"] == P(None, ("expert", "fsdp", "context"), None, "tensor")
+    assert specs["qkv"] == P(None, ("tensor", "fsdp", "expert", "context"))
 
 
 def test_a_cpu_has_one_device_unless_a_mesh_is_named(capsys, tmp_path):

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax.layers import attention
-from experiments.bench import foreign, model_step
+from experiments.bench import foreign, model_step, moe_layers, moe_parallel
 from experiments.common import kernel_cases, layer_cases, sm90
 from experiments.common.timing import OPTIONS
 from experiments.kernels.resources import FAMILIES, RESULTS, hardest
@@ -291,3 +291,37 @@ def test_two_gpus_run_kernels_on_shards_and_gather_codes():
     scattered = list(moved("reduce-scatter"))
     assert {dtype for dtype, _ in scattered} == {"bf16"}
     assert sum(size for _, size in scattered) == weights / 2
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.usefixtures("hopper")
+def test_rows_travel_as_codes_between_two_gpus():
+    mesh = sm90.mesh_of((2,), ("expert",))
+    shape = moe_layers.LayerShape(2048, 16, 4, 1024, 512)
+    arguments = jax.eval_shape(lambda: moe_parallel.arguments(shape, 2))
+    places = moe_parallel.shardings(arguments[0], mesh)
+    arguments = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        arguments,
+        places,
+    )
+    layer = moe_parallel.layer_of(shape, "coat", 1.5, "expert")
+    program = sm90.compiled_on_mesh(
+        functools.partial(moe_layers.passes, layer),
+        *arguments,
+        out_shardings=(places[1], (places[0], places[1])),
+        options=OPTIONS,
+    ).as_text()
+    sent = Counter()
+    for types in re.findall(r" = (.*?) ragged-all-to-all(?:-start)?\(", program):
+        dtype, dims = re.findall(r"(\w+)\[([\d,]+)\]", types)[0]
+        sent[dtype, math.prod(map(int, dims.split(",")[1:]))] += 1
+    # Tokens and their gradients are codes, tokens twice. Results and gradients return.
+    rows = {("f8e4m3fn", 1024): 2, ("f8e5m2", 1024): 1, ("bf16", 1024): 2}
+    assert {k: n for k, n in sent.items() if k[1] > 1} == rows
+    assert set(sent) - set(rows) == {("f32", 1)}  # Scales and weights of rows.
+    # The numbers of rows are all that is gathered.
+    gathered = re.findall(r" = (.*?) all-gather(?:-start)?\(", program)
+    assert gathered
+    assert all("s32[2,2,8]" in types for types in gathered)

@@ -122,10 +122,9 @@ def test_wrong_arguments_are_named():
         pk.weighted_gate_grad(groups, dy, weights[:2], sizes, **one)
     with pytest.raises(ValueError, match="activation must be one of"):
         pk.weighted_gate_grad(groups, dy, weights, sizes, **one, activation="relu")
+    flat = jax.tree.map(lambda x: x[:, :1], groups)
     with pytest.raises(ValueError, match=r"gate and up must be \[rows, 2, f\]"):
-        flat = jax.tree.map(lambda x: x[:, :1], groups)
         pk.weighted_gate_grad(flat, dy, weights, sizes, **one)
+    wide, named = dy.astype(F32), {**one, "implementation": "mosaic"}
     with pytest.raises(ValueError, match="dy must be bfloat16"):
-        wide = dy.astype(F32)
-        named = {**one, "implementation": "mosaic"}
         pk.weighted_gate_grad(groups, wide, weights, sizes, **named)

@@ -114,6 +114,40 @@ def test_the_estimate_knows_saved_rows_of_experts():
     assert parameters == 4 * sum(p.size for p in jax.tree.leaves(params))
 
 
+def test_the_estimate_knows_experts_of_a_mesh_axis():
+    experts = dataclasses.replace(EXPERTS, num_experts=8, buffer=1.0)
+    config = dataclasses.replace(CONFIG, recipe="coat", experts=experts)
+
+    def estimate(batch, buffer=1.0, **sizes):
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        there = dataclasses.replace(experts, buffer=buffer)
+        there = dataclasses.replace(config, experts=there)
+        return coat.estimate_memory(there, batch=batch, sequence=8, mesh=mesh)
+
+    whole = coat.estimate_memory(config, batch=4, sequence=8)
+    split = estimate(16, expert=4)
+    # The rows of equal loads take as much as on one GPU, and 4 * 4 numbers of rows for
+    # 2 experts, for each of 2 layers, replace the numbers of rows of 8 experts.
+    assert split.saved_bytes - whole.saved_bytes == 2 * 4 * (4 * 4 * 2 - 8)
+    arrays = 3 * 2 * 32 * 32 * 8 * 4  # Two layers, float32.
+    assert whole.update.parameters - split.update.parameters > arrays * 3 // 4
+    # All rows may arrive at one of 4 devices.
+    rows = 4 * 8 * 2
+    of_a_row = 2 * 32 * (1 + 2 / 16) + 4  # The largest scale is last.
+    more = estimate(16, buffer=None, expert=4).saved_bytes - split.saved_bytes
+    assert more == 2 * 3 * rows * of_a_row
+    for sizes, rule in (
+        ({"expert": 3}, "must divide num_experts 8, got 3"),
+        ({"expert": 2, "tensor": 2}, "expert or tensor, not both"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            estimate(12, **sizes)
+    dense = dataclasses.replace(config, experts=None)
+    mesh = jax.sharding.AbstractMesh((2,), ("expert",))
+    with pytest.raises(ValueError, match="expert needs a model with experts, got None"):
+        coat.estimate_memory(dense, batch=2, sequence=8, mesh=mesh)
+
+
 def test_experts_need_a_recipe_that_has_them():
     with pytest.raises(ValueError, match="experts need a recipe among"):
         dataclasses.replace(CONFIG, recipe="coat_block")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from coat_jax.layers.experts.parallel import ExpertAxis
 from coat_jax.layers.experts.products import Product
 from coat_jax.layers.experts.routing import (
     Experts,
@@ -15,7 +16,8 @@ from coat_jax.layers.experts.routing import (
     routed,
     router_logits,
 )
-from coat_jax.layers.experts.rows import Rows, sums_of_tokens, weights_of_rows
+from coat_jax.layers.experts.rows import sums_of_tokens, weights_of_rows
+from coat_jax.layers.experts.sent import sorted_rows
 from coat_jax.meshes import batch_shards, on_explicit_tokens
 
 
@@ -26,6 +28,7 @@ def experts_sum(
     product: Product,
     gated: Callable[[Array, Array], Array],
     experts: Experts,
+    axis_name: str | None = None,
 ) -> tuple[Float[Array, "tokens h"], Shares]:
     """Computes the weighted sum of each token's experts, in the dtype of `h`.
 
@@ -36,12 +39,13 @@ def experts_sum(
       gated: A function of gate and up [rows, 2, f] and the weights of rows [rows, 1],
         which returns what `down` reads.
       experts: The experts.
+      axis_name: The mesh axis that splits the experts, within `shard_map`.
     """
     # Backward reads the norm's output in its own dtype.
     logits = jax.checkpoint(router_logits)(h, params["router"])
     ids = chosen_experts(logits, experts, params["router_bias"])
     weights, shares = routed(logits, ids, experts)
-    rows = Rows.sorted_by_expert(ids, experts.num_groups)
+    rows = sorted_rows(ids, experts, axis_name)
     gate_up = product(h, params["gate_up"], rows, True)
     gate_up = gate_up.reshape(len(gate_up), 2, -1)
     a = gated(gate_up, weights_of_rows(weights, rows)[:, None])
@@ -74,14 +78,20 @@ def over_shards_of(
     segment: Callable[[Any, Array], tuple[Array, Shares]],
     params: Any,
     x: Float[Array, "b s h"],
+    axis: ExpertAxis,
 ) -> tuple[Float[Array, "b s h"], Shares]:
     """Applies a segment to each shard of the batch, on a mesh with explicit axes.
 
-    Each shard sorts its own tokens.
+    Each shard sorts its own tokens. If a mesh axis splits the experts, each device is a
+    shard.
     """
     count = batch_shards(x, None)
 
     def run(params, x):
+        if axis.spread:
+            specs = axis.params, axis.tokens
+            spread = axis.over_devices(segment, x, specs, axis.tokens)
+            return spread(axis.split(params), x)
         if count == 1:
             return segment(params, x)
         split = x.reshape(count, -1, *x.shape[1:])

@@ -20,7 +20,9 @@ from jaxtyping import Array, Float
 import pallas_kernels as kernels
 from coat_jax.fp8.fused import STEEPEST
 from coat_jax.fp8.matmul import quantize_tensor, tensor_scales
+from coat_jax.layers.experts.parallel import ExpertAxis
 from coat_jax.layers.experts.products import (
+    WeightOfExperts,
     forward_product,
     input_gradient,
     merged,
@@ -34,6 +36,7 @@ from coat_jax.layers.experts.routing import (
     router_logits,
 )
 from coat_jax.layers.experts.rows import Rows
+from coat_jax.layers.experts.sent import restored, sorted_rows
 from coat_jax.layers.flow import Params
 from coat_jax.layers.parts import Norm, Stream
 from coat_jax.layers.shards import by_shards, over_shards
@@ -45,35 +48,46 @@ from pallas_kernels.ops.grouped_matmul.tiles import BLOCK
 
 
 def experts_mlp(
-    params: Params, stream: Stream, norm: Norm, gate: Activation, experts: Experts
+    params: Params,
+    stream: Stream,
+    norm: Norm,
+    gate: Activation,
+    experts: Experts,
+    axis: ExpertAxis,
 ) -> tuple[Stream, Shares]:
     """Computes `x` plus the weighted sum of each token's experts; see `Experts`.
 
     An expert is a gated MLP of `norm(x)`. `params` holds `norm` [h] or None, `router`
     [e, h], `router_bias` [e] or None, `gate_up` [g, 2, f, h] and `down` [g, h, f], with
-    the e experts to choose from and the shared ones.
+    the e experts to choose from and the shared ones. `axis` says whether the
+    devices of a mesh axis have experts each.
     """
 
     def segment(params, stream):
-        return _segment(params, stream, norm, gate, experts)
+        return _segment(params, stream, norm, gate, experts, axis)
 
     tokens = stream.tokens(), Shares(1, 1, 1)
     return on_explicit_tokens(segment, stream.x, tokens)(params, stream)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _segment(params, stream, norm, gate, experts):
-    return _forward(params, stream, norm, gate, experts)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _segment(params, stream, norm, gate, experts, axis):
+    return _forward(params, stream, norm, gate, experts, axis)[0]
 
 
 @array_types.on_common_mesh
-def _forward(params, stream, norm, gate, experts):
-    run = partial(_shard, params, norm, gate, experts)
-    y, shares, residuals = over_shards(run, stream)
+def _forward(params, stream, norm, gate, experts, axis):
+    run = partial(_shard, norm, gate, experts, axis.name)
+    if axis.spread:
+        weights = axis.split(params, WeightOfExperts.forward)
+        run = axis.over_devices(run, stream.x, (axis.params, axis.tokens), axis.tokens)
+        y, shares, residuals = run(weights, stream.x)
+    else:
+        y, shares, residuals = over_shards(partial(run, params), stream)
     return (stream.with_array(y), shares), (params, *residuals)
 
 
-def _shard(params, norm, gate, experts, x):
+def _shard(norm, gate, experts, axis_name, params, x):
     """Computes the tokens of a shard; returns outputs, shares and what is saved."""
     flat = x.reshape(-1, x.shape[-1])
     h, groups = norm.forward(flat, params["norm"])
@@ -81,7 +95,7 @@ def _shard(params, norm, gate, experts, x):
     ids = chosen_experts(logits, experts, params["router_bias"])
     weights, shares = routed(logits, ids, experts)
     # The gate's backward kernel reads rows after the last expert's.
-    rows = Rows.sorted_by_expert(ids, experts.num_groups, padding=BLOCK)
+    rows = sorted_rows(ids, experts, axis_name, padding=BLOCK)
     h_rows = jax.tree.map(rows.of_tokens, h)
     y = forward_product(h_rows, merged(params["gate_up"]), rows, x.dtype)
     y = y.reshape(len(y), 2, -1)
@@ -90,20 +104,33 @@ def _shard(params, norm, gate, experts, x):
     y = rows.sums(forward_product(a, params["down"], rows, x.dtype))
     y = (flat.astype(jnp.float32) + y).astype(x.dtype).reshape(x.shape)
     inner = out.groups, out.largest_scale
-    routing = ids, weights, rows.choice, rows.sizes
-    scales = tuple(scale[None] for scale in tensor_scales(h, a))
+    h_scale, a_scale = tensor_scales(h, a)
+    routing = ids, weights, rows.saved
+    scales = rows.common(h_scale)[None], a_scale[None]
     return y, shares, (groups, inner, routing, scales)
 
 
+def _backward(norm, gate, experts, axis, residuals, cotangents):
+    run = partial(_shard_grads, norm, gate, experts, axis.name)
+    if not axis.spread:
+        return _grads_by_shards(run, residuals, cotangents)
+    return axis.backward(run, residuals, cotangents)
+
+
 @by_shards(False, True, True, True, True)
-def _backward(norm, gate, experts, residuals, cotangents):
-    params, groups, inner, (ids, weights, choice, sizes), scales = residuals
+def _grads_by_shards(run, residuals, cotangents):
+    return run(residuals, cotangents)
+
+
+def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
+    """Computes the gradients of a shard's tokens, and its part of the parameters'."""
+    params, groups, inner, (ids, weights, saved), scales = residuals
     (h_scale,), (a_scale,) = scales
     dy, dshares = cotangents
-    rows = Rows.of(choice, sizes, ids.shape)
-    flat = dy.x.reshape(-1, dy.x.shape[-1])
-    codes = quantize_tensor(flat, E5M2, copies="row", scale=dy.scale).row
-    gradient = Scaled(rows.of_tokens(codes), dy.scale)
+    rows = restored(saved, ids.shape, experts, axis_name, padding=BLOCK)
+    flat, dy_scale = dy.x.reshape(-1, dy.x.shape[-1]), rows.common(dy.scale)
+    codes = quantize_tensor(flat, E5M2, copies="row", scale=dy_scale).row
+    gradient = Scaled(rows.of_tokens(codes), dy_scale)
     da = input_gradient(gradient, params["down"], rows, flat.dtype)
     scale, inner_grads = _gate_gradient(inner, da, weights, a_scale, gate, rows)
     a = Scaled(inner_grads.product, a_scale)
@@ -133,7 +160,7 @@ def _backward(norm, gate, experts, residuals, cotangents):
         "norm": dnorm,
         "router": d_router,
         "router_bias": None if bias is None else jnp.zeros_like(bias),
-        "gate_up": dw.reshape(params["gate_up"].shape),
+        "gate_up": dw.reshape(len(dw), 2, -1, dw.shape[-1]),
         "down": d_down,
     }
     return grads, dx._replace(x=dx.x.reshape(dy.x.shape))

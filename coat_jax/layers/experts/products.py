@@ -6,6 +6,7 @@ has, because the matmul there sums over outputs. Weight gradients sum over rows,
 activations and their gradients have a scale per tensor in backward.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -34,19 +35,50 @@ from pallas_kernels.dispatch import array_types
 Product = Callable[[Array, Array, Rows, bool], Float[Array, "rows out"]]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightOfExperts:
+    """Codes of the weights of experts, for one matmul.
+
+    Attributes:
+      codes: The codes [experts, out, in] and their scales.
+      dtype: The dtype of the weights.
+    """
+
+    codes: Scaled
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def forward(cls, w: Float[Array, "experts out in"]) -> "WeightOfExperts":
+        """Quantizes weights for `forward_product`, with a scale for each output."""
+        return cls(codes=quantize_tokens(w), dtype=w.dtype)
+
+    @classmethod
+    def backward(cls, w: Float[Array, "experts out in"]) -> "WeightOfExperts":
+        """Quantizes weights for `input_gradient`, with a scale for each input."""
+        return cls(codes=kernels.quantize_columns(_wide(w)), dtype=w.dtype)
+
+
 def forward_product(
-    x: Scaled, w: Float[Array, "experts out in"], rows: Rows, dtype: DTypeLike
+    x: Scaled,
+    w: Float[Array, "experts out in"] | WeightOfExperts,
+    rows: Rows,
+    dtype: DTypeLike,
 ) -> Float[Array, "rows out"]:
     """Multiplies codes of rows, which have a scale each, by the experts' weights."""
-    codes = quantize_tokens(w)
-    return once(_grouped(x, codes, rows, dtype))
+    w = w if isinstance(w, WeightOfExperts) else WeightOfExperts.forward(w)
+    return once(_grouped(x, w.codes, rows, dtype))
 
 
 def input_gradient(
-    dy: Scaled, w: Float[Array, "experts out in"], rows: Rows, dtype: DTypeLike
+    dy: Scaled,
+    w: Float[Array, "experts out in"] | WeightOfExperts,
+    rows: Rows,
+    dtype: DTypeLike,
 ) -> Float[Array, "rows in"]:
     """Computes the gradient of a matmul's rows from codes of its result's gradient."""
-    return _grouped(dy, kernels.quantize_columns(_wide(w)), rows, dtype)
+    w = w if isinstance(w, WeightOfExperts) else WeightOfExperts.backward(w)
+    return _grouped(dy, w.codes, rows, dtype)
 
 
 def weight_gradient(
@@ -66,8 +98,12 @@ def weight_gradient(
     return dw.astype(dtype)
 
 
-def merged(w: Float[Array, "experts *out in"]) -> Float[Array, "experts n in"]:
-    """Returns the weights of an expert as one matrix."""
+def merged(
+    w: Float[Array, "experts *out in"] | WeightOfExperts,
+) -> Float[Array, "experts n in"] | WeightOfExperts:
+    """Returns the weights of an expert as one matrix; codes are one already."""
+    if isinstance(w, WeightOfExperts):
+        return w
     return w.reshape(len(w), -1, w.shape[-1])
 
 
@@ -170,6 +206,7 @@ def fp8_product(
 def _fp8_fwd(x, w, rows, of_tokens):
     codes = quantize_tokens(x)
     (scale,) = tensor_scales(codes)
+    scale = rows.common(scale) if of_tokens else scale
     saved = quantize_tensor(x, E4M3, copies="row", scale=scale)
     if of_tokens:
         codes = jax.tree.map(rows.of_tokens, codes)

@@ -39,6 +39,10 @@ class Experts:
         not change it; see `updated_bias`.
       balance_weight: The weight of the load-balancing loss in `llama.training_loss`.
       z_weight: The weight of the z loss in `llama.training_loss`.
+      buffer: The rows that a device has place for if a mesh axis "expert" splits the
+        experts, relative to the rows of equal loads. None means all that can arrive,
+        up to the size of the axis times as many. If more arrive than there is place
+        for, the layer's output is NaN on all devices: no row is dropped without notice.
 
     Raises:
       ValueError: If a number is out of its range, or a name is unknown.
@@ -58,6 +62,7 @@ class Experts:
     selection_bias: bool = False
     balance_weight: float = 0.01
     z_weight: float = 0.001
+    buffer: float | None = None
 
     def __post_init__(self) -> None:
         check_positive(num_experts=self.num_experts, top_k=self.top_k)
@@ -78,6 +83,8 @@ class Experts:
         for name in ("balance_weight", "z_weight"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, got {value!r}")
+        if self.buffer is not None and not 1 <= self.buffer < math.inf:
+            raise ValueError(f"buffer must be 1 or more, got {self.buffer!r}")
 
     @property
     def num_groups(self) -> int:

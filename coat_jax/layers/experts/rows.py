@@ -57,6 +57,11 @@ class Rows:
         tokens, choices = shape
         return cls(choice=choice, sizes=sizes, choices=choices, tokens=tokens)
 
+    @property
+    def saved(self) -> tuple[Array, Array]:
+        """The arrays that `of` takes."""
+        return self.choice, self.sizes
+
     def tiles(self) -> GroupTiles:
         """Lists the tiles of rows, for all matmuls of them."""
         return kernels.group_tiles(self.sizes, rows=len(self.choice))
@@ -84,6 +89,10 @@ class Rows:
         places = places.at[self.choice].set(rows, mode="drop")
         # XLA would scatter again wherever places are read.
         return once(places.reshape(self.tokens, self.choices))
+
+    def common(self, scale: Float[Array, ""]) -> Float[Array, ""]:
+        """Returns `scale`: all rows are of one device's tokens."""
+        return scale
 
 
 def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k *m"]:

@@ -1,0 +1,124 @@
+"""A layer of experts on the GPUs of a mesh axis "expert", for `experiments.bench.moe`.
+
+Each GPU has an equal part of the tokens and of the experts. The layer's results are
+compared with one GPU's results for all tokens, and its time with the time of one GPU
+that has as many tokens as each has here, and all experts.
+"""
+
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax.layers import recipes
+from coat_jax.layers.experts.parallel import EXPERT
+from coat_jax.layers.experts.routing import Experts
+from experiments.bench import moe_layers
+from experiments.bench.moe_layers import LayerShape, Row, passes
+from experiments.common.timing import Program, timed
+
+# Recipes, and the rows that a GPU has place for; see `Experts.buffer`.
+CASES = (("coat", None), ("coat", 1.5), ("te", None), ("bf16", None), ("bf16", 1.5))
+SMALL = LayerShape(256, 8, 2, 128, 128)
+# The largest error of results relative to one GPU's. Sums in another order move
+# roundings, and choices among near experts.
+LARGEST_ERROR = 0.02
+
+
+def name_of(recipe: str, buffer: float | None) -> str:
+    """Returns the name of a case in rows."""
+    return recipe if buffer is None else f"{recipe}_buffer_{buffer}"
+
+
+def layer_of(
+    shape: LayerShape, recipe: str, buffer: float | None = None, axis: str | None = None
+) -> moe_layers.Layer:
+    """Returns a layer of experts, on a mesh if there is an axis."""
+    experts = Experts(num_experts=shape.experts, top_k=shape.top_k, buffer=buffer)
+    return functools.partial(
+        moe_layers.of_recipe, recipes.RECIPES[recipe], experts, batch_axes=axis
+    )
+
+
+def arguments(shape: LayerShape, gpus: int) -> tuple[Any, jax.Array, jax.Array]:
+    """Returns parameters, the stream and its gradient, a sequence for each GPU."""
+    params, *streams = moe_layers.arguments(shape)
+    x, dy = (v.reshape(gpus, -1, shape.hidden) for v in streams)
+    return params, x, dy
+
+
+def shardings(params: Any, mesh: Mesh) -> tuple[Any, NamedSharding, NamedSharding]:
+    """Returns where the arguments of a layer are: experts and tokens are split."""
+    split = NamedSharding(mesh, P(EXPERT))
+    places = {
+        name: split if name in ("gate_up", "down") else NamedSharding(mesh, P())
+        for name in params
+    }
+    return places, split, split
+
+
+def rows(small: bool, end: float, options: dict[str, Any]) -> Iterator[Row]:
+    """Yields the milliseconds and errors of a layer on all GPUs."""
+    shape = SMALL if small else moe_layers.QWEN3
+    gpus = jax.device_count()
+    row: Row = {"case": "expert_parallel", **shape._asdict(), "gpus": gpus}
+    if gpus < 2 or shape.experts % gpus:
+        yield row | {"skipped": f"it needs 2 GPUs or a divisor of {shape.experts}"}
+        return
+    if time.monotonic() > end:
+        yield row | {"skipped": "time is up"}
+        return
+    mesh = jax.make_mesh((gpus,), (EXPERT,), axis_types=(AxisType.Auto,))
+    all_tokens = arguments(shape, gpus)
+    spread = jax.device_put(all_tokens, shardings(all_tokens[0], mesh))
+    for recipe, buffer in CASES:
+        layer = layer_of(shape, recipe, buffer, EXPERT)
+        alone = layer_of(shape, recipe)
+        name = name_of(recipe, buffer)
+        error = largest_error(layer, spread, alone, all_tokens)
+        row |= {f"{name}_largest_error": error}
+    row["right"] = all(
+        row[f"{name_of(*case)}_largest_error"] < LARGEST_ERROR for case in CASES
+    )
+    part = moe_layers.arguments(shape._replace(tokens=shape.tokens // gpus))
+    programs = [
+        Program(
+            name_of(*case),
+            functools.partial(passes, layer_of(shape, *case, EXPERT)),
+            spread,
+        )
+        for case in CASES
+    ]
+    programs += [
+        Program(
+            f"one_gpu_{recipe}",
+            functools.partial(passes, layer_of(shape, recipe)),
+            part,
+        )
+        for recipe in dict(CASES)
+    ]
+    times, errors = timed(programs, options)
+    yield row | {f"{program.name}_ms": 1e3 * s for program, s in times.items()} | errors
+
+
+def largest_error(
+    layer: moe_layers.Layer, spread: Any, alone: moe_layers.Layer, whole: Any
+) -> float:
+    """Returns the largest error among results and gradients, relative to their norm."""
+    results = jax.jit(functools.partial(passes, layer))(*spread)
+    expected = jax.jit(functools.partial(passes, alone))(*whole)
+    pairs = zip(*map(jax.tree.leaves, (results, expected)), strict=True)
+    # NaN is the largest of errors with NaN.
+    return float(jnp.max(jnp.stack([relative_error(*pair) for pair in pairs])))
+
+
+def relative_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    """Returns the norm of the difference relative to the norm of `expected`."""
+    actual = jax.device_put(actual, jax.devices()[0])
+    actual, expected = (x.astype(jnp.float32).ravel() for x in (actual, expected))
+    return jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected)
