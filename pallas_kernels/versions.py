@@ -4,6 +4,7 @@ Plain JAX, which is the definition of every operation, runs on jax 0.9 and newer
 Pallas kernels use what JAX has since 0.11.2.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,22 @@ from jax.interpreters import partial_eval as pe
 
 _KERNELS_SINCE = (0, 11, 2)
 NO_EFFECTS = getattr(core, "no_effects", frozenset())  # Since jax 0.10.
+
+
+def ragged_dot_options(out_sharding: Any) -> dict[str, Any]:
+    """Returns the option of `jax.lax.ragged_dot` for the sharding of its result.
+
+    Raises:
+      ValueError: If the installed JAX has no such option, and there is a sharding.
+    """
+    if out_sharding is None:
+        return {}
+    if "out_sharding" not in inspect.signature(jax.lax.ragged_dot).parameters:
+        raise ValueError(
+            f"out_sharding of a ragged_dot needs jax 0.11 or newer, got {out_sharding} "
+            f"on jax {jax.__version__}"
+        )
+    return {"out_sharding": out_sharding}
 
 
 def kernels_obstacle() -> str | None:

@@ -82,6 +82,14 @@ def test_explain_says_which_jax_the_kernels_need(monkeypatch):
     assert choice.reason == "the kernels need jax 0.11.2 or newer, got 0.10.1"
 
 
+def test_a_sharded_result_needs_a_ragged_dot_with_shardings(monkeypatch):
+    x, w, sizes = jnp.ones((32, 8)), jnp.ones((2, 8, 4)), jnp.array([10, 22])
+    monkeypatch.setattr(jax.lax, "ragged_dot", lambda lhs, rhs, group_sizes: None)
+    monkeypatch.setattr(jax, "__version__", "0.10.0")
+    with pytest.raises(ValueError, match=r"needs jax 0\.11 or newer, got .* 0\.10\.0"):
+        coat.fp8_ragged_dot(x, w, sizes, out_sharding=jax.sharding.PartitionSpec())
+
+
 def test_the_optimizer_imports_neither_flax_nor_kernels():
     program = (
         "import coat_jax as coat, sys\n"

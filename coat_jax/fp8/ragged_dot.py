@@ -29,7 +29,7 @@ from coat_jax.fp8.primitive import Types, bind, new_primitive
 from coat_jax.meshes import on_explicit_mesh
 from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.formats import E4M3, E5M2
-from pallas_kernels import GroupTiles, Scaled, numerics
+from pallas_kernels import GroupTiles, Scaled, numerics, versions
 from pallas_kernels.dispatch import array_types, operations
 
 # Matmuls of fewer rows take as long as reading their weights.
@@ -65,10 +65,11 @@ def fp8_ragged_dot(
       precision: Ignored, because FP8 matmuls have only one precision.
       preferred_element_type: The dtype of the result; by default the promoted dtype of
         `lhs` and `rhs`.
-      out_sharding: The sharding of the result on a mesh with explicit axes.
+      out_sharding: The sharding of the result on a mesh with explicit axes, which needs
+        jax 0.11 or newer.
 
     Raises:
-      ValueError: If an operand is not floating.
+      ValueError: If an operand is not floating, or if JAX is older than `out_sharding`.
       TypeError: If shapes or dtypes do not fit `jax.lax.ragged_dot`.
 
     Examples:
@@ -84,8 +85,8 @@ def fp8_ragged_dot(
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating, got dtype {operand.dtype}")
     dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
-    options = {"preferred_element_type": dtype, "out_sharding": out_sharding}
-    in_jax = partial(lax.ragged_dot, **options)
+    options = versions.ragged_dot_options(out_sharding)
+    in_jax = partial(lax.ragged_dot, preferred_element_type=dtype, **options)
     # `lax.ragged_dot` checks the shapes.
     expected = jax.eval_shape(in_jax, lhs, rhs, group_sizes)
     if len(lhs) < FEWEST_ROWS or not rhs.size:

@@ -116,6 +116,8 @@ def fp8_remat[Target](
         are saved. Then only elementwise arithmetic on saved arrays is recomputed: no
         matmul, no kernel, no sum over an axis. With
         `jax.checkpoint_policies.nothing_saveable` only incoming activations are saved.
+        What a policy offloads to "pinned_host" is quantized first, unless a loop within
+        the function computes it; what it offloads to "device" is saved there.
       key: A key for stochastic rounding, typed or raw. Each number is rounded to one of
         its two neighbouring codes, and is unchanged on average. All calls of the result
         share the key. So call `fp8_remat` where there is a fresh key, as in a training
@@ -130,8 +132,9 @@ def fp8_remat[Target](
 
     Raises:
       TypeError: If `target` is not one of the kinds above.
-      ValueError: If an option is invalid, or if a function is called without an
-        argument that `params_argnums` names.
+      ValueError: If an option is invalid, if a function is called without an argument
+        that `params_argnums` names, or if a policy offloads arrays to another kind of
+        memory.
 
     Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp

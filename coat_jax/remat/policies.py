@@ -64,17 +64,18 @@ def saved_on_device(policy: Policy) -> Policy:
 
     def decide(*args: Any, **params: Any) -> Any:
         decision = policy(*args, **params)
+        _leaves_device(decision)  # Refuses what no pass could do.
         return True if versions.is_offload(decision) else decision
 
     return decide
 
 
 def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:
-    """Returns whether a policy offloads the results of an operation."""
+    """Returns whether a policy offloads the results of an operation to the host."""
     if policy is None:
         return False
     types = [v.aval for v in eqn.invars]
-    return versions.is_offload(policy(eqn.primitive, *types, **eqn.params))
+    return _leaves_device(policy(eqn.primitive, *types, **eqn.params))
 
 
 def offloads_in_bodies(policy: Policy, program: core.Jaxpr) -> bool:
@@ -85,3 +86,26 @@ def offloads_in_bodies(policy: Policy, program: core.Jaxpr) -> bool:
         for body in bodies_of(outer)
         for eqn in body.eqns
     )
+
+
+def _leaves_device(decision: Any) -> bool:
+    """Returns whether a policy's decision is to offload, from the device to the host.
+
+    An array that is offloaded to "device" is saved there.
+
+    Raises:
+      ValueError: If it names another kind of memory, for which `jax.checkpoint` leaves
+        arrays on the device without a word.
+    """
+    if not versions.is_offload(decision):
+        return False
+    if decision.src != "device":
+        raise ValueError(
+            f"offload_src of a policy must be 'device', got {decision.src!r}"
+        )
+    if decision.dst not in ("pinned_host", "device"):
+        raise ValueError(
+            "offload_dst of a policy must be 'pinned_host' or 'device', got "
+            f"{decision.dst!r}, for which jax.checkpoint leaves arrays on the device"
+        )
+    return decision.dst == "pinned_host"

@@ -40,7 +40,14 @@ _WIDE, _SPEED, _SPEED_WIDE, _PEAK = 4096, 1.2, 1.35, 0.55
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv`, this process's by default."""
-    args = parser().parse_args(argv)
+    top = parser()
+    args = top.parse_args(argv)
+    heads, uneven = divmod(args.hidden, args.head_dim)
+    if uneven or heads % args.kv_heads:
+        top.error(
+            "--hidden / --head-dim, the number of heads, must be a multiple of "
+            f"--kv-heads, got {args.hidden} / {args.head_dim} and {args.kv_heads}"
+        )
     if args.case is not None:
         print(json.dumps(measured(args)))
         return

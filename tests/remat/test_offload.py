@@ -10,17 +10,26 @@ from jax.ad_checkpoint import checkpoint_name
 import coat_jax as coat
 from coat_jax.remat.api import fp8_remat
 
-_NAMES = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=["h"],
-    offload_src="device",
-    offload_dst="pinned_host",
-)
+
+def _names(src="device", dst="pinned_host"):
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src=src,
+        offload_dst=dst,
+    )
+
+
+_NAMES = _names()
 
 
 def _layer(params, x):
     h = checkpoint_name(jnp.tanh(x @ params["up"]), "h")
     return jnp.sin(h) @ params["down"]
+
+
+def _layers(params, x):
+    return jax.lax.scan(lambda x, _: (_layer(params, x), None), x, length=3)[0]
 
 
 def _arguments(dtype=jnp.bfloat16):
@@ -51,6 +60,38 @@ def test_codes_wait_on_the_host(wrap):
     assert [(t.shape, t.dtype) for t in wide] == [((128, 256), jnp.bfloat16)]
     assert sorted(t.size for t in light) == [128 * 256 // 16, 128 * 256]
     assert _bytes(light) <= 0.57 * _bytes(wide)
+
+
+@pytest.mark.parametrize("fn", [_layer, _layers])
+@pytest.mark.parametrize("kind", ["names", "products"])
+def test_what_is_offloaded_to_the_device_stays_there(kind, fn):
+    params, x = _arguments()
+    policy = {
+        "names": _names(dst="device"),
+        "products": jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+            "device", "device"
+        ),
+    }[kind]
+    light = fp8_remat(fn, policy=policy)
+    assert not _on_host(light, params, x)
+    saved = [row.kept for row in coat.residual_report(light, params, x).rows]
+    assert any(kept.startswith("E4M3") for kept in saved), saved
+
+
+@pytest.mark.parametrize("fn", [_layer, _layers])
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (_names(dst="unpinned_host"), "offload_dst .* 'device', got 'unpinned_host'"),
+        (_names(dst="host"), "offload_dst .* 'device', got 'host'"),
+        (_names(src="pinned_host"), "offload_src .* 'device', got 'pinned_host'"),
+    ],
+)
+def test_other_kinds_of_memory_are_refused(policy, message, fn):
+    params, x = _arguments()
+    light = fp8_remat(fn, policy=policy)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda *args: jax.vjp(light, *args)[0], params, x)
 
 
 def test_a_report_says_where_arrays_wait():
@@ -88,14 +129,7 @@ def test_offloaded_integers_and_statistics_stay_exact():
 
 def test_what_a_loop_offloads_stays_wide():
     params, x = _arguments()
-
-    def layers(params, x):
-        def body(x, _):
-            return _layer(params, x), None
-
-        return jax.lax.scan(body, x, None, length=3)[0]
-
-    light = fp8_remat(layers, policy=_NAMES)
+    light = fp8_remat(_layers, policy=_NAMES)
     types = _on_host(light, params, x)
     assert [(t.shape, t.dtype) for t in types] == [((3, 128, 256), jnp.bfloat16)]
     rows = coat.residual_report(light, params, x).rows

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.versions import needs_kernels
 from jax.experimental import pallas as pl
 
 import coat_jax as coat
@@ -260,6 +261,7 @@ def test_arguments_that_stay_wide_keep_the_kernels_results(arrays):
     assert any(row.dtype == jnp.float32 for row in plain.rows)  # The statistics.
 
 
+@needs_kernels
 def test_cudnns_attention_saves_queries_keys_and_values_alone():
     x = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16)
     with operations.traced_anew(), stand_ins.for_hopper():

@@ -229,7 +229,8 @@ def test_outputs_are_the_same_and_gradients_are_close(make):
     assert jax.tree.structure(light_y) == jax.tree.structure(y)
     scale = np.abs(flat(y)).max()
     np.testing.assert_allclose(flat(light_y), flat(y), rtol=0, atol=1e-6 * scale)
-    assert cosine(actual, expected) > 0.9995
+    # The derivative rule of tanh before jax 0.11 saves two arrays, which are rounded.
+    assert cosine(actual, expected) > (0.9994 if make is lstm else 0.9995)
     size = np.linalg.norm(flat(expected))
     assert 1e-3 < np.linalg.norm(flat(actual) - flat(expected)) / size < BOUNDS[make][1]
     for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):

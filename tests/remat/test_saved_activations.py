@@ -12,6 +12,7 @@ from helpers import small_models
 from helpers.gradients import saved
 from helpers.marks import slow
 from helpers.models import parameters
+from helpers.versions import needs_kernels
 
 import coat_jax as coat
 from coat_jax.layers.decoder import DecoderLayer
@@ -65,6 +66,7 @@ def test_a_layer_saves_no_more_than_the_paper_allows(recipe):
     assert units(recipe) <= BOUNDS[recipe]
 
 
+@needs_kernels
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_the_same_holds_with_flash_attention(recipe):
     with operations.traced_anew(), stand_ins.for_hopper():
@@ -87,8 +89,11 @@ def test_recipes_save_less_and_less():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_scan_saves_nothing_twice(recipe):
-    """Layers share tables that do not depend on the layer, which only `bf16` saves."""
-    tolerance = 0.05 if recipe == "bf16" else 0
+    """Layers share tables that do not depend on the layer, which only `bf16` saves.
+
+    JAX 0.9 saves a row of frequencies, of 256 bytes, too.
+    """
+    tolerance = 0.05 if recipe == "bf16" else 256 / U
     assert 0 <= units(recipe) - units(recipe, num_layers=2) <= tolerance
 
 
@@ -140,6 +145,7 @@ def test_reports_name_the_line_of_the_user_who_multiplies(wrap):
     assert all(os.path.basename(__file__) in asked_by for asked_by in places), places
 
 
+@needs_kernels
 @pytest.mark.parametrize("before", [slow(None), "te"])
 def test_report_says_which_kernel_reads_what_where(monkeypatch, before):
     """The report lists no operations inside kernels and no callers of other traces."""
