@@ -12,13 +12,17 @@ from pallas_kernels.dispatch import array_types
 
 
 def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
-    """Wraps `fn` so that XLA shards what it computes, on a mesh with explicit axes.
+    """Wraps `fn` so that explicit mesh axes are automatic within it.
+
+    XLA then chooses the shardings of what `fn` computes, and `fn` needs no shardings in
+    its types. Without explicit axes `fn` is returned as it is.
 
     Args:
       fn: A function of arrays.
       like: An array with the mesh in its type.
-      result: The result of `fn`, or arrays of the same types. Arrays that are on no
-        mesh get the sharding of `like`.
+      result: Arrays, or `jax.ShapeDtypeStruct`s, in the tree of the results of `fn`.
+        The results get their shardings, or where these name no mesh, that one which
+        `like` has.
     """
     here = jax.typeof(like).sharding
     explicit = here.mesh.explicit_axes

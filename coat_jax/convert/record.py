@@ -116,7 +116,8 @@ def _is_slice(shapes: Shapes, stacked: Shapes) -> bool:
 class Label(Neutral):
     """The path and the model of a block, as an attribute of its NNX module.
 
-    Modules that differ in nothing else are equal, and are traced once.
+    All labels are equal to each other, so that blocks which differ in nothing else are
+    traced once.
     """
 
     def __init__(self, path: str, model: ModelRecord):

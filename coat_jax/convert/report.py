@@ -69,9 +69,9 @@ def fp8_report(model: Callable | nn.Module, *args: Any, **kwargs: Any) -> Matmul
 
     The call is traced and nothing is computed. A matmul that stays as it is has a
     reason: its size, the rule `matmuls=`, a loop around it, or operands that are two
-    activations. One with few rows runs in FP8 where `vmap` or a larger batch brings
-    more, as `fp8_dot_general` says. A block that is called several times with the same
-    shapes is listed once.
+    activations. "yes, from 16 rows on" means that this call has too few rows for FP8,
+    and that a larger batch or `vmap` can have enough; see `fp8_dot_general`. A block
+    that is called several times with the same shapes is listed once.
 
     Args:
       model: What `coat.fp8` returned, or a function that calls it, such as a loss. A

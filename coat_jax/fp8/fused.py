@@ -46,10 +46,18 @@ STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
 def products(source, weights, other, *, norm, dtype, passes):
     """Multiplies activations [*batch, m, k] by each of the weights [*batch, k, n].
 
-    Each weight comes with a bias [n] or None. If `norm`, a `Prologue`, is not None, its
-    output is multiplied, with leading axes merged to m. `other` is None or added to the
-    only result; it has as many elements, in the same order. With `passes` the last
-    result is the norm's input.
+    Args:
+      source: The activations, a `Source`, or what the norm reads to compute them.
+      weights: Pairs of a weight and its bias [n]; the bias may be None.
+      other: An array to add to the result, if there is one weight; or None. It has as
+        many elements as the result, in the same order.
+      norm: The `Prologue` that computes the activations from `source`; None if `source`
+        has them. Its leading axes are merged into m.
+      dtype: The dtype of the results.
+      passes: Whether to return the input of the norm, too, for other readers.
+
+    Returns:
+      A product for each weight, and with `passes` the norm's input as the last result.
     """
     source, weights, other = array_types.varying_alike((source, weights, other))
     product = partial(_products, norm=norm, dtype=dtype, passes=passes)
@@ -67,7 +75,10 @@ def _batched(product: Callable, x: Array) -> Callable:
 
 
 def _as_rows(x, weight):
-    """Returns an array, or None, in the shape of the result of a weight [k, n]."""
+    """Reshapes x to rows [m, n], as a matmul by a weight [k, n] returns; None stays.
+
+    `weight` is the pair of weight and bias.
+    """
     return None if x is None else x.reshape(-1, weight[0].shape[-1])
 
 

@@ -21,9 +21,9 @@ class Mark(NamedTuple):
     """A sharding constraint or a name that a program gives to an array.
 
     Attributes:
-      primitive: The operation, of one array.
-      params: Its parameters.
-      shape: The shape of the array.
+      primitive: The primitive that marks an array: `sharding_constraint` or `name`.
+      params: The parameters of the primitive, by name.
+      shape: The shape of the array in the program.
     """
 
     primitive: core.Primitive
@@ -32,7 +32,7 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, eqn: core.JaxprEqn) -> "Mark":
-        """Returns the mark that an operation is."""
+        """Returns the mark of an equation that constrains or names an array."""
         return cls(eqn.primitive, tuple(eqn.params.items()), eqn.invars[0].aval.shape)
 
     def __call__(self, x: Array) -> Array:

@@ -274,7 +274,7 @@ def _gates(graph: Graph, groups: Groups) -> Iterator[tuple[Any, tuple[Any, Gate]
 def _norm(
     key: Any, calls: Sequence[core.JaxprEqn], graph: Graph, fixed: set[core.Var]
 ) -> NormMatch | None:
-    """Returns the norm that nothing but these matmuls reads, or None.
+    """Finds a norm for these matmuls that nothing else reads, to fuse with them.
 
     Matmuls of batches of weights have no form with a norm.
     """
@@ -289,7 +289,16 @@ def _norm(
 
 
 def _activation(key: Any, calls: Sequence[core.JaxprEqn], graph: Graph) -> Gate | None:
-    """Returns the activation that nothing but one matmul reads, or None."""
+    """Finds an activation, such as GELU, to fuse with the only matmul that reads it.
+
+    Args:
+      key: The array that the matmuls multiply, their dtype, and their weights' rank.
+      calls: The matmuls of this array.
+      graph: The program.
+
+    Returns:
+      The activation; None if there is none, or if something else reads its result.
+    """
     x, _, rank = key
     if rank > 2 or len(calls) > 1 or x.aval.dtype not in WIDE:
         return None

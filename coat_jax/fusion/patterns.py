@@ -198,7 +198,7 @@ def _norm_between(
 
 
 def _added_numbers(eqns: Eqns) -> set[float]:
-    """Returns the numbers that operations add; the eps of a norm is among them."""
+    """Returns the literals that operations add: candidates for the eps of a norm."""
     # A number may be cast before it is added.
     adding = (eqn for eqn in eqns if eqn.primitive.name in {"add", *CASTS})
     operands = (v for eqn in adding for v in eqn.invars)

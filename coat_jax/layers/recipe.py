@@ -43,12 +43,12 @@ GATES: dict[Activation, Callable[..., Array]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Attention, and what its inputs pass before it.
+    """The options of attention and of the operations around it, in one layer.
 
     Attributes:
       scores: The scale, soft cap and window of attention's scores.
-      steps: What queries, keys and values pass after the matmul; None means that the
-        matmul has applied RoPE.
+      steps: The operations between the `qkv` matmul and attention, such as RoPE and
+        norms of heads; None means that the matmul has applied RoPE.
       out_norm: The norm of the projection's output, before it is added to the residual
         stream; None means no norm.
       context: How sequences are split over devices; None means that they are whole.
@@ -72,9 +72,17 @@ class Attention:
         segment_ids: Int[Array, "b s"] | None,
         local: Bool[Array, ""] | None,
     ) -> Float[Array, "b s n d"]:
-        """Computes `causal_attention`; with a context by `ContextParallel.attend`.
+        """Computes `causal_attention` with these options.
 
-        Attention then saves what it exchanges, so that it needs no copies.
+        Args:
+          q: Queries. With a context, b counts the rows of `ContextParallel.enter`.
+          k: Keys.
+          v: Values.
+          copies: FP8 copies of queries, keys and values that backward reads in their
+            place, or (). With a context they are not used, because backward reads the
+            arrays that the devices have exchanged.
+          segment_ids: The document of each token, or None.
+          local: Whether the layer's window applies; None if all layers are alike.
         """
 
         def attention(q, k, v, segment_ids, local, copies=()):

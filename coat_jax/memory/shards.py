@@ -74,10 +74,13 @@ def local_length_of(sequence: int, sizes: dict[str, int]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LocalContext:
-    """The view of `ContextParallel` on one GPU, where exchanges reshape arrays.
+    """A stand-in for `ContextParallel`, to trace the step of one of its GPUs alone.
+
+    Where GPUs would exchange arrays, it reshapes one GPU's array to the shape that the
+    exchange returns. Only shapes count when memory is estimated.
 
     Attributes:
-      parts: The number of parts of a sequence.
+      parts: The number of GPUs that share a sequence.
     """
 
     parts: int

@@ -76,23 +76,23 @@ def from_optax_state(state: Any, like: Any) -> Any:
 
 
 def check_restored(state: Any, like: Any) -> None:
-    """Raises ValueError unless a restored state can be one of an optimizer.
+    """Checks that an optimizer can go on with a restored state.
 
     Readers of checkpoints check little: `flax.serialization` passes on anything in
     place of a plain array, and pickle and orbax do not know what values a state can
-    have. So check a state whose file may be damaged, of other options, or of a later
-    version.
+    have. Use this where the file may be damaged, or may have been saved with other
+    options of the optimizer or by a later version of this library.
 
     Args:
-      state: A restored state, or any tree that contains some.
-      like: The same tree of the optimizer: `tx.init(params)` or
-        `jax.eval_shape(tx.init, params)`. Only its shapes are read.
+      state: A restored state, or any tree that contains such states.
+      like: The same tree, new: `tx.init(params)` or `jax.eval_shape(tx.init, params)`.
+        Its structure, shapes, dtypes and formats are read, no values.
 
     Raises:
-      ValueError: If the trees differ, or an array's shape or dtype, or the way in which
-        codes are read; if a scale is neither positive nor NaN, which is the scale of
-        gradients that were not finite; or if the version is not this library's. The
-        message names the place, the value and the rule.
+      ValueError: If the trees differ in structure; if an array differs in shape, dtype,
+        or format of its codes; if a scale is neither positive nor NaN (gradients that
+        were not finite make it NaN); or if another version of this library wrote it.
+        The message names the place, the value and the rule.
 
     Examples:
       >>> import coat_jax as coat, jax.numpy as jnp

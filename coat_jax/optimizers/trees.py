@@ -22,12 +22,12 @@ _SPECS = ("out_sharding", "sharding_names", "sharding")
 
 
 def is_quantized(leaf: Any) -> bool:
-    """Returns whether a moment is in 8 bits; the `is_leaf` of trees of moments."""
+    """Returns whether a moment is in 8 bits; for `is_leaf=` in trees of moments."""
     return isinstance(leaf, QuantizedArray)
 
 
 def is_box(x: Any) -> bool:
-    """Returns whether a node is a box; the `is_leaf` of trees of boxes."""
+    """Returns whether a node is an NNX variable or a box of Linen; for `is_leaf=`."""
     return is_variable(x) or isinstance(x, _flax("core.meta", "AxisMetadata"))
 
 

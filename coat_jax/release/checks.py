@@ -262,12 +262,12 @@ def _are_close(actual: np.ndarray, expected: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """The step of one layer of the stacks among small parameters.
+    """One layer's share of an optimizer's step, to compare with the whole step.
 
     Attributes:
-      optimizer: The optimizer.
-      stacked: The indices of the parameters that are stacks.
-      index: The layer.
+      optimizer: The optimizer, with small parameters to try it on.
+      stacked: The indices of the parameters that are stacks of layers.
+      index: The index of the layer in the stacks.
     """
 
     optimizer: Optimizer

@@ -152,7 +152,7 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
 
 
 def _converted(fn: Callable, params: Any, x: Any) -> tuple[Callable, list]:
-    """Returns `fn` with what it closes over as its third argument, and these arrays."""
+    """Returns `fn` with a third argument for the arrays it closes over, and these."""
     closed, shared = jax.closure_convert(fn, params, x)
     return lambda params, x, shared: closed(params, x, *shared), list(shared)
 

@@ -19,10 +19,10 @@ class TappedArrays:
     """The parameters among the arrays of a layer or of a stack of layers.
 
     Attributes:
-      release: The step that is traced.
-      treedef: The tree of all arrays.
-      of: The index of the parameter that each array is, or None.
-      extras: The arrays that are no parameters.
+      release: The `coat.value_and_update` that is being traced.
+      treedef: The structure of the tree of all arrays.
+      of: For each array its index among all parameters, or None for one of `extras`.
+      extras: The arrays that are no parameters, or have too few axes.
     """
 
     release: Release
@@ -97,7 +97,10 @@ class TappedArrays:
 
 
 def in_order(first: Any, then: Any) -> tuple[Any, Any]:
-    """Makes what reads either of two trees wait for both of them."""
+    """Passes two trees through one barrier: each waits until both are computed.
+
+    So XLA computes `first` before any operation that reads the `then` returned here.
+    """
     arrays, treedef = jax.tree.flatten((first, then))
     real = [j for j, x in enumerate(arrays) if is_real(x)]
     ordered = lax.optimization_barrier([arrays[j] for j in real])
@@ -107,5 +110,5 @@ def in_order(first: Any, then: Any) -> tuple[Any, Any]:
 
 
 def is_real(x: Any) -> bool:
-    """Returns whether a cotangent is one of a floating array."""
+    """Returns whether a cotangent has numbers, as floating arrays' have; not float0."""
     return getattr(x, "dtype", None) != jax.dtypes.float0

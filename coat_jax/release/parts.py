@@ -42,7 +42,7 @@ class Clip:
     limit: float
 
     def __call__(self, grad: Array) -> Array:
-        """Returns a gradient, scaled if the norm is above the limit."""
+        """Returns the gradient, times limit / norm where the norm reaches the limit."""
         scaled = (grad / self.norm.astype(grad.dtype)) * self.limit
         return jnp.where(self.norm < self.limit, grad, scaled)
 

@@ -140,7 +140,7 @@ class Scan:
 
 
 def _zeros(arrays: Sequence[Any]) -> list:
-    """Returns zeros for the cotangents of floating arrays."""
+    """Returns a zero cotangent for each floating array, and leaves out the others."""
     floating = (x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact))
     return list(map(jnp.zeros_like, floating))
 

@@ -194,10 +194,16 @@ def normalized_arrays(
     statistics: Collection[core.Var],
     constants: Container[core.Var],
 ) -> set[core.Var]:
-    """Returns the products of a centered array, an inverse statistic, and constants.
+    """Finds the outputs of norms that subtract a mean, such as layer norm's.
 
-    The numbers of a centered array, such as x - mean(x), lie around zero. So a constant
-    that is added cannot cancel all of them.
+    These are products of a centered array, such as x - mean(x), of the inverse of a
+    statistic, such as 1 / std(x), and of constants. Numbers of a centered array lie
+    around zero, so a constant that is added, such as a bias, cannot cancel all of them.
+
+    Args:
+      program: A program with its calls inlined.
+      statistics: The results of reductions of rows, and what follows in their size.
+      constants: Parameters, and what is computed from parameters alone.
     """
     makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
     factors, inverse = set(statistics), set()

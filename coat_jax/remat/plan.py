@@ -97,8 +97,10 @@ class Copy:
     Attributes:
       granularity: The groups that share a scale.
       fused: True if XLA fuses the dequantization into every operation that reads it.
-      merged: The lengths of the last axes, which the copy has as one axis; or ().
-      offloaded: Whether the policy has it wait for the backward pass on the host.
+      merged: The lengths of the last axes that the copy merges into one axis; () if
+        it has the axes of the array.
+      offloaded: Whether it is kept in host memory until the backward pass, as the
+        policy says.
     """
 
     granularity: PerGroup
@@ -118,7 +120,8 @@ class Wide:
 
     Attributes:
       reason: Why it is not quantized.
-      offloaded: Whether the policy has it wait for the backward pass on the host.
+      offloaded: Whether it is kept in host memory until the backward pass, as the
+        policy says.
     """
 
     reason: str
@@ -146,10 +149,12 @@ class Plan:
     """The way in which each residual of a function is saved and restored.
 
     Attributes:
-      kept: One entry per residual: the index of the argument that it is, "recompute",
-        or `Wide` or `Copy` if it is saved.
+      kept: One entry per residual. An index says that the residual is that argument of
+        the function, and "recompute" that backward computes it. `Wide` and `Copy` say
+        that it is saved, as it is or as an FP8 copy.
       extras: The arrays that are saved besides residuals.
-      needed: True for each argument that the backward pass reads by reference.
+      needed: Whether the backward pass reads each argument. Arguments are kept by
+        reference and take no memory of their own.
       recompute: The function that takes the arguments (None if not needed) and the
         saved arrays, residuals before extras. It returns the residuals that `kept`
         marks as "recompute".

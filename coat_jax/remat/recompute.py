@@ -1,7 +1,9 @@
-"""Finds the arrays that follow elementwise, or by layout, from saved arrays.
+"""Finds the arrays that can be recomputed from saved arrays by cheap operations.
 
-The backward pass recomputes these arrays, also from FP8 copies, where their errors stay
-as small as the copies' errors; see `coat_jax.remat.errors`.
+An array *follows* from others if elementwise operations and changes of layout compute
+it from them alone. The backward pass recomputes such arrays instead of reading saved
+ones. It does so from FP8 copies, too, where the results' errors stay as small as the
+copies'; see `coat_jax.remat.errors`.
 """
 
 from collections import defaultdict
@@ -28,7 +30,8 @@ class Derivation:
     """The arrays of a program that follow from its saved arrays.
 
     Attributes:
-      known: The way in which each of these arrays follows.
+      known: The arrays that follow, each with the number of operations it takes and
+        the copies that it is computed from.
     """
 
     def __init__(
@@ -147,7 +150,15 @@ class Derivation:
             (source,) = unknown
 
     def _following(self, var: core.Var, provenance: Known) -> dict[core.Var, Known]:
-        """Returns the arrays that follow from `var` and the known arrays."""
+        """Returns what follows from `var` together with the known arrays.
+
+        Args:
+          var: An array that would be saved.
+          provenance: The entry of `var` itself.
+
+        Returns:
+          The new arrays, `var` among them, each with its entry for `known`.
+        """
         following, queue = {var: provenance}, [var]
         for source in queue:
             for eqn in self._readers[source]:
@@ -162,7 +173,13 @@ class Derivation:
     def _result(
         self, eqn: core.JaxprEqn, position: int, following: dict[core.Var, Known]
     ) -> Known | None:
-        """Returns the way in which a result of an operation follows, or None."""
+        """Returns the entry for `known` of a result; None if it does not follow.
+
+        Args:
+          eqn: The operation.
+          position: The index of the result among the operation's.
+          following: Arrays that count as known besides `known`.
+        """
         if not is_cheap(eqn):
             return None
         operands = [self._operand(v, following) for v in eqn.invars]

@@ -119,7 +119,7 @@ class Linearized:
         return [reader.eqn for reader in self._reads(index, through)]
 
     def asked_by(self, index: int) -> str:
-        """Returns the operation that residual `index` is saved for, and its line."""
+        """Returns the name and line of an operation that reads residual `index`."""
         for reader in self._reads(index):
             location = _place((*reader.calls, reader.eqn))
             return (
@@ -236,7 +236,10 @@ def linearize(fn: Callable, *args: Any, constants: int = 0) -> Linearized:
 
 
 def forward_backward(fn: Callable) -> Callable:
-    """Returns a function that computes `fn` and its gradients for cotangents of one."""
+    """Returns a function of the same arguments that returns results and gradients.
+
+    Gradients are of the sum of all floating results, for each floating argument.
+    """
 
     def run(*args):
         out, vjp = jax.vjp(fn, *args)

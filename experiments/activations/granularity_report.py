@@ -35,7 +35,7 @@ def arrays(rows: list[Row]) -> Table:
 
 
 def flows(rows: list[Row]) -> Table:
-    """Returns figure 4a in numbers: operator errors averaged over layers.
+    """Returns the paper's figure 4a in numbers: errors of operators, layers' mean.
 
     The last column is the error of the residual stream after the last layer.
     """
@@ -55,7 +55,7 @@ def flows(rows: list[Row]) -> Table:
 
 
 def times(rows: list[Row]) -> Table:
-    """Returns figure 4b in numbers: times of each operator with each method."""
+    """Returns the paper's figure 4b in numbers: an operator's times by method."""
     rows = [row for row in rows if row["study"] == "times"]
     shapes = dict.fromkeys((row["operator"], row["shape"]) for row in rows)
     heads = [f"{operator}\n{shape}" for operator, shape in shapes]

@@ -270,7 +270,7 @@ def bars(rows: list[Row], gpu: str = "") -> list[Bar]:
 
 
 def _bars_of_one(rows: list[Row]) -> list[Bar]:
-    """Returns the targets of the 7B model on one GPU."""
+    """Compares the 7B model on one GPU with its targets of memory and tokens/s."""
     targets = []
     rows = [row for row in rows if _gpus(row) == 1]
     at = {(row["case"], row["batch"]): row for row in rows if _ran(row)}
@@ -293,7 +293,7 @@ def _bars_of_one(rows: list[Row]) -> list[Bar]:
 
 
 def _bars_of_two(rows: list[Row]) -> list[Bar]:
-    """Returns the targets on two GPUs, for the cases that were measured there."""
+    """Compares the cases that were measured on two GPUs with their targets."""
     plain = {_key(row): row for row in rows if "peak_gib" in row}
     rows = [row for row in rows if _gpus(row) == 2 and _ran(row)]
     best = max((_rate(row) for row in rows if row["case"] in PLAIN_CASES), default=None)

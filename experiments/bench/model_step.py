@@ -172,7 +172,12 @@ def loss_function(
 def _abstract(
     config: llama.LlamaConfig, wrap: Callable[[Apply, bool], Apply]
 ) -> tuple[nnx.GraphDef, LayerState]:
-    """Returns a model with wrapped layers, and its abstract state."""
+    """Returns the graph and the abstract state of a model with wrapped layers.
+
+    Args:
+      config: The configuration of the model.
+      wrap: The wrapper of the layers, as in `LayerCase`.
+    """
 
     def build():
         model = llama.Llama(config, rngs=nnx.Rngs(0))

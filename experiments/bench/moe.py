@@ -200,7 +200,7 @@ def checks(shape: Shape) -> Iterator[Row]:
 
 
 def forward(shape: Shape) -> Iterator[Program]:
-    """Yields a forward matmul and what it is compared with."""
+    """Yields the forward matmul by kinds of group sizes, then dense and wide ones."""
     rows, experts, k, _ = shape
     a, b, *scales = operands(shape)
     for kind in KINDS:
@@ -251,7 +251,7 @@ def input_gradient(shape: Shape) -> Iterator[Program]:
 
 
 def weight_gradient(shape: Shape) -> Iterator[Program]:
-    """Yields the matmul of weight gradients and what it is compared with."""
+    """Yields the matmul of weight gradients, and the programs to compare with it."""
     rows, experts, k, n = shape
     total = pk.padded_rows(rows, experts)
     # Times do not depend on what is between groups.

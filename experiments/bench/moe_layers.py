@@ -82,7 +82,18 @@ def of_recipe(
     x: jax.Array,
     batch_axes: str | None = None,
 ) -> tuple[jax.Array, Routing]:
-    """Applies a layer of experts; `batch_axes` are the mesh axes of the batch."""
+    """Applies a layer of experts with a recipe.
+
+    Args:
+      recipe: The recipe.
+      experts: The router's options.
+      params: The parameters of the layer, as `Recipe.experts` takes them.
+      x: The input [b, s, h].
+      batch_axes: The mesh axes that split the batch.
+
+    Returns:
+      The output [b, s, h], and the loads and auxiliary losses.
+    """
     options = {"norm": NORM, "gate": "silu", "experts": experts}
     params = {**params, "router_bias": None}
     x = recipe.enter(x, batch_axes)

@@ -62,13 +62,14 @@ def predicted(case: str, model: ModelSize) -> Row:
 
 
 def largest_model(limit: int, case: str = "coat") -> ModelSize:
-    """Returns the largest model with a case's step that is predicted to fit.
+    """Returns the largest preset that is predicted to train within `limit` bytes.
 
-    The step is of one sequence. It is the tiny model if no preset fits.
+    The prediction is for a step on one sequence. If no preset fits, the tiny model is
+    returned.
 
     Args:
-      limit: The bytes of a GPU that the step may take.
-      case: The case.
+      limit: The bytes of one GPU's memory that a step may take.
+      case: The case of `experiments.bench.model_step` to train, such as "bf16".
     """
     models = (ModelSize.of(preset) for preset in PRESETS)
     fit = (m for m in models if estimate(case, m, 1).peak_bytes <= limit)

@@ -61,7 +61,7 @@ def of_the_paper() -> Iterator[Row]:
 
 
 def of_gpus() -> Iterator[Row]:
-    """Yields the predictions for one to eight GPUs of both memories."""
+    """Yields the predictions for one to eight GPUs of 80 GiB and of 141 GiB."""
     cases = itertools.product(STUDIED, GPUS, GPU_MEMORIES)
     for (model, sequence), gpus, memory in cases:
         sizes = {"gpus": gpus, "batch": gpus, "sequence": sequence}

@@ -328,7 +328,11 @@ class FolderEncoder(Encoder):
     def _around(
         self, text: str, hidden: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of a text with spans that have no special tokens."""
+        """Encodes a text, and special tokens only outside of the spans `hidden`.
+
+        Returns:
+          The tokens, and the position in the text at which each of them begins.
+        """
         ids, starts, begin = [], [], 0
         for at, word in self._special_places(text, hidden):
             piece = self._plain.encode(text[begin:at], add_special_tokens=False)
@@ -343,7 +347,11 @@ class FolderEncoder(Encoder):
     def _special_places(
         self, text: str, hidden: Sequence[tuple[int, int]]
     ) -> list[tuple[int, str]]:
-        """Returns the place of each special token outside the spans, and the end."""
+        """Finds the special tokens outside of the spans `hidden`.
+
+        Returns:
+          The position and the text of each, in order, and last the text's end with "".
+        """
         places, at = [], 0
         # The tokenizer takes the longer of two tokens that begin at one place.
         words = sorted(self._special, key=len, reverse=True)

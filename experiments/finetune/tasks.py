@@ -67,7 +67,7 @@ class _Draw:
         return self.number(2, max(3, min(12, self.largest // 2)))
 
     def some(self, count: int, options: Sequence[str]) -> list[str]:
-        """Returns `count` different ones of `options`."""
+        """Returns `count` of the `options`, all different."""
         return [str(x) for x in self._rng.choice(options, count, replace=False)]
 
 

@@ -10,7 +10,7 @@ _MOST_COLUMNS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """A number that was measured here; shown in bold."""
+    """A number that an experiment of this repository has measured; shown in bold."""
 
     value: float
     digits: int = 2
@@ -31,7 +31,7 @@ class Printed:
 
 @dataclasses.dataclass(frozen=True)
 class NotRun:
-    """A number that does not exist here, with the reason."""
+    """A cell for a number that this repository has not measured, with the reason."""
 
     reason: str
 

@@ -13,7 +13,11 @@ _CALLS = frozenset({"closed_call", "jit", "checkpoint", "custom_jvp_call"})
 
 
 def interpreted(fn: Callable, *args: Any) -> Any:
-    """Returns `fn(*args)`, computed by the operations of its program in turn."""
+    """Returns `fn(*args)`, computed one operation of its jaxpr after the other.
+
+    Many small programs share compiled operations, where `jax.jit` would compile each
+    program as a whole.
+    """
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     results = _results(closed.jaxpr, closed.consts, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out), results)

@@ -161,7 +161,7 @@ class Settings(OptimizerSettings):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The model's sizes that are not the preset's, by name."""
+        """The sizes that replace the preset's, by name."""
         sizes = {name: getattr(self, name) for name in SIZES}
         return {name: size for name, size in sizes.items() if size is not None}
 

@@ -243,14 +243,18 @@ class ModelTrainer(abc.ABC):
     ) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step; `state` is donated.
 
-        With `bad_step="skip"` in the settings, a step that is not `ok` returns the
-        state as it was.
+        A step is `ok` if its loss is at most `limit` and its gradient's norm finite.
+        With `bad_step="skip"` in the settings, a step that is not returns the state as
+        it was.
 
         Args:
           state: The state before the step.
           batch: The batch to train on. A process has only those rows that are on its
             devices.
-          limit: The largest loss of a step that is `ok`.
+          limit: The largest loss of a step that is `ok`, in nats.
+
+        Returns:
+          The state after the step, and its metrics.
         """
         return self._run(self.compiled[0], state, batch, limit)
 

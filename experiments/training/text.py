@@ -106,7 +106,7 @@ def split_bytes(tokens: np.ndarray) -> list[np.ndarray]:
 
 
 def decode_bytes(piece: np.ndarray) -> bytes:
-    """Returns a text, from its tokens and its separator."""
+    """Returns the text of a document, of which the last token is the separator."""
     return piece[:-1].astype(np.uint8).tobytes()
 
 

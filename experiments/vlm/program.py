@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the program's parser; the preset has the settings that are not given."""
+    """Returns the program's parser, with None for flags that leave the preset's value."""
     top = new_parser("experiments.vlm", __doc__)
     add = top.add_argument
     add("--preset", choices=PRESETS, default="cpu", help="shape and settings (cpu)")
@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_settings(flags: dict[str, Any]) -> VlmSettings:
-    """Returns the preset's settings, overridden by those given that are not None."""
+    """Returns the preset's settings, changed by the flags that are not None."""
     flags = {k: v for k, v in flags.items() if v is not None}
     if "recipes" in flags:
         flags["recipes"] = tuple(flags["recipes"].split(","))

@@ -68,7 +68,11 @@ class _Launch:
         return run
 
     def calls(self) -> Calls | None:
-        """Returns the custom calls; None if they are not as expected."""
+        """Returns the custom calls that run the kernels on the current target.
+
+        They are lowered once for each target. Returns None, with a warning, if this
+        version of JAX writes custom calls in a way that `read_calls` does not know.
+        """
         # Kernels depend on the GPU that they are compiled for.
         target = jax.sharding.get_abstract_mesh().abstract_device
         with self._lock:

@@ -29,7 +29,7 @@ class _Value:
 
     Attributes:
       aval: Its shape and dtype.
-      of: The array of which this is a reshape; None if it is computed.
+      of: The array that this one reshapes; None if it is computed.
     """
 
     aval: Any
@@ -43,7 +43,13 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """An operation of an inlined program; `takes` are `_Value`s and literals."""
+    """An operation of a program with its calls inlined.
+
+    Attributes:
+      eqn: The equation.
+      takes: The operands: `_Value`s and literals.
+      returns: The results.
+    """
 
     eqn: Any
     takes: list[Any]

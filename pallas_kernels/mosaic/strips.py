@@ -197,7 +197,15 @@ def _span(start: Array, size: int) -> Any:
 def obstacle(
     rows: int, parts: int, n: int, *, group: int = GROUP, transposed: bool = False
 ) -> str | None:
-    """Returns why the kernels cannot take arrays [rows, parts, n], or None."""
+    """Returns why elementwise kernels cannot take a shape, or None if they can.
+
+    Args:
+      rows: The number of rows.
+      parts: The arrays of a row that are computed together: 2 for gate and up.
+      n: The number of elements of each part.
+      group: The number of neighbours that share a scale.
+      transposed: Whether a transposed copy is written.
+    """
     if group % GROUP or group & (group - 1) or group > 256:
         return f"groups have 16, 32, 64, 128 or 256 elements, got {group}"
     if rows == parts == 1 and n < STRIP:

@@ -159,7 +159,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 def _generation_blocks() -> type:
-    """Returns the extension that reads `{% generation %}` as what it encloses."""
+    """Returns a jinja2 extension that ignores the tags `generation`, not their text."""
     extension = _imported("jinja2.ext").Extension
 
     class GenerationBlocks(extension):

@@ -118,7 +118,7 @@ class Weights:
         return self._scheme.dequantized(array, scales, start).astype(self._dtype)
 
     def _checked(self, parameter: Parameter) -> Iterator[str]:
-        """Yields the names of a parameter's tensors, which are as they should be."""
+        """Yields the names of a parameter's tensors; checks their shapes and dtypes."""
         layers = range(self.num_layers if parameter.of_layers else 1)
         for layer in layers:
             for tensor, shape in parameter.tensors():
@@ -163,7 +163,7 @@ class Weights:
             )
 
     def _is_embedding(self, name: str) -> bool:
-        """Returns whether a tensor repeats the embedding to the bit."""
+        """Returns whether a tensor has the same bits as the embedding."""
         entries = [self._folder.tensors[n] for n in (name, EMBEDDING)]
         if entries[0].shape != entries[1].shape or entries[0].dtype != entries[1].dtype:
             return False
@@ -180,7 +180,7 @@ class Weights:
 
 
 def _numbers(ranges: Sequence[range], sizes: Sequence[int]) -> Iterator[int]:
-    """Yields the numbers of some entries of axes that count as one."""
+    """Yields the row-major indices of the entries in `ranges`, of axes of `sizes`."""
     for index in itertools.product(*ranges):
         yield int(np.ravel_multi_index(index, sizes))
 

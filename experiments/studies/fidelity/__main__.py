@@ -200,7 +200,10 @@ class Study:
     def _ready(
         self, variant: Variant, programs: Callable[[], training.Programs]
     ) -> training.Programs | None:
-        """Returns the compiled programs, or None if that or a training has failed."""
+        """Compiles a variant's programs; None if this, or a training, has failed.
+
+        A failure is recorded in `errors`, and its variant is not tried again.
+        """
         if variant.name in self.errors:
             return None
         try:

@@ -183,7 +183,11 @@ def _reads_stacks(grads: Array, params: Array | None) -> bool:
 
 
 def _on_layer(step: Callable, params: Array | None, moments: Moments, layer) -> tuple:
-    """Computes `step(params, moments)`, or without slices in stacks a layer's."""
+    """Computes `step(params, moments)`, of one layer if `layer` is its index.
+
+    The arrays are stacks with a leading axis of layers then: the layer is sliced from
+    them, and its results are written back into them.
+    """
     if layer is None:
         return step(params, moments)
     stacks = params, moments

@@ -69,7 +69,18 @@ def gated(
     transposed: bool,
     keep_groups: bool,
 ) -> Gated:
-    """Computes `pallas_kernels.gated` in jnp; `groups` are like `operands`."""
+    """Computes `pallas_kernels.gated` in jnp.
+
+    Args:
+      operands: Gate and up, as `Operands` says.
+      activation: The activation of the gate.
+      scale: The per-tensor scale, "row" for scales of tokens, or None for bfloat16.
+      dtype: The dtype of the codes.
+      row: Whether to return the codes [..., f].
+      transposed: Whether to return the transpose of the codes.
+      keep_groups: Whether to return gate and up in groups of 16, as a tuple with an
+        element for each operand. Only scale="row" has them.
+    """
     gate, *up = _decoded(operands)
     factor, _ = activation_of(gate, activation)
     y = _product(gate * factor, up)

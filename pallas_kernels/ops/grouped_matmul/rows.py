@@ -158,7 +158,10 @@ class GroupedWalk(Walk):
 
 @dataclasses.dataclass(frozen=True)
 class GroupedTile(Tile):
-    """The work of a warpgroup on its rows of a group's tile; `a_scale` is `Scales`."""
+    """A warpgroup's part of a tile of one group.
+
+    The field `a_scale` holds all scales, as `Scales`.
+    """
 
     def _scaling(self, place: GroupedPlace, band):
         """Returns a function that scales the subtile at row i, column j of the tile."""

@@ -38,12 +38,19 @@ class GroupTiles:
 
 
 def most_tiles(rows: int, groups: int, height: int, align: int = ROWS) -> int:
-    """Returns an upper bound of the number of tiles of `rows` rows."""
+    """Returns the largest number of tiles that `rows` rows can have, in any groups."""
     return (rows + (align - 1) * groups) // height + groups
 
 
 def listed_tiles(rows: int, groups: int, height: int, align: int = ROWS) -> int:
-    """Returns the number of elements of `GroupTiles`: a multiple of 128."""
+    """Returns the length of the arrays of `GroupTiles`, a multiple of 128.
+
+    Args:
+      rows: The number of rows in all groups.
+      groups: The number of groups.
+      height: The number of rows of a tile.
+      align: The number that the first row of a group is rounded down to a multiple of.
+    """
     return -(-most_tiles(rows, groups, height, align) // _LANES) * _LANES
 
 

@@ -67,7 +67,7 @@ def grouped_transpose(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _GroupedTranspose(operations.Operation):
-    """`grouped_transpose`; `dtype` is the result's."""
+    """The operation of `grouped_transpose`, with results of `dtype`."""
 
     dtype: jnp.dtype
     name = "grouped_transpose"

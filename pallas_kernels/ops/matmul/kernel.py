@@ -128,7 +128,8 @@ def scratch(
 ) -> dict[str, Any]:
     """Returns the shared memory of a matmul's thread block.
 
-    With `any_row` a staged subtile of the result can be stored from any row on.
+    The keys are the names of the kernel's arguments. With `any_row` the result is
+    staged without tiles of 8 rows, so that a store can begin at any row of a subtile.
     """
     depth = tile_k(a_dtype)
     swizzled = (plgpu.TilingTransform((8, depth)), plgpu.SwizzleTransform(TILE_K))

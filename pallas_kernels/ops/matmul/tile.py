@@ -182,7 +182,17 @@ class Tile:
         return load_rows(a_scale.at[stage, band]) * b_scale[stage, block]
 
     def _store(self, pieces, addends, place: Place, band) -> None:
-        """Adds, takes the amax and stores the epilogue subtiles."""
+        """Stores the subtiles of a finished tile of the result.
+
+        Before that it adds the array to add, and writes the amax of each row of the
+        tile, where the product has these options.
+
+        Args:
+          pieces: An iterator over (row, column, value) of the subtiles in the tile.
+          addends: The subtiles of the array to add, or None.
+          place: The rows and columns of the tile in the result.
+          band: The rows of this warpgroup in the tile.
+        """
         rows, columns = place.rows, place.columns
         largest = None
         transposed = self.tuning.transposed
@@ -219,7 +229,7 @@ class Tile:
             self._send(staged, out, *where)
 
     def _scaled(self, sums, scaled):
-        """Yields the scaled epilogue subtiles, each after its row and its column."""
+        """Yields row and column in the tile, and scaled values, of each subtile."""
         t = self.tuning
         width, store_n = t.tile_n // len(sums), t.store_n(self.product)
         for i in range(0, t.height, PIECE_M):
@@ -255,7 +265,7 @@ class Tile:
                 yield i, at, row[:, at : at + value.shape[1]]
 
     def _turn(self, column, both, angle):
-        """Applies RoPE to a part of both halves of a head that is not a value."""
+        """Applies RoPE to a part of both halves of a head, except for heads of values."""
 
         def turn(x, y, cos, sin):
             return x * cos - y * sin, y * cos + x * sin
@@ -273,7 +283,7 @@ class Tile:
         return math.gcd(self.product.heads.size // 2, 8)
 
     def _angles(self, rows, band):
-        """Returns an iterator of cosines and sines, in the order of their use."""
+        """Returns an iterator over pairs of cosines and sines, in order of their use."""
         t, size, width = self.tuning, self.product.heads.size, self._angles_held
 
         def load(place):
@@ -317,7 +327,7 @@ class Tile:
         pl.when(index > queries)(lambda: send(v, key_head))
 
     def _added(self, rows, columns, band):
-        """Returns an iterator of the subtiles of the array to add."""
+        """Returns an iterator over subtiles of the array to add to the product."""
         (*_, array), t = self.more, self.tuning
         array = array.at[rows].at[band].at[:, columns]
         store_n = t.store_n(self.product)

@@ -165,7 +165,11 @@ def heuristic(product: Product, m: int, n: int) -> Tuning | None:
 
 
 def _computed(tuning: Tuning, m: int, n: int) -> int:
-    """Returns how many elements are computed; elements of two tiles count twice."""
+    """Returns how many elements of the output [m, n] the tiles compute together.
+
+    Where a size is not a multiple of the tiles', tiles overlap, and elements in two of
+    them count twice.
+    """
     rows, columns = tuning.span
     return -(-m // rows) * rows * -(-n // columns) * columns
 

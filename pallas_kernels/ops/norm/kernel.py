@@ -221,7 +221,14 @@ def _parts(norm: Norm, params: Params) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Sums over rows, as lists of tiles; the tiles `shared` are in shared memory."""
+    """Sums over the rows of a thread block, for the gradients of weight and bias.
+
+    Attributes:
+      norm: The tiles of a row.
+      shared: The indices of the tiles, the last ones, that are summed in shared memory
+        because registers do not suffice. The others are summed in registers.
+      refs: A reference to shared memory for each sum.
+    """
 
     norm: Norm
     shared: list[int]

@@ -33,7 +33,7 @@ _SWIZZLED = 128  # Bytes of a row of shared memory that are swizzled together.
 def run(
     x: Float[Array, "r c"], *, row: str | None, transposed: str | None, dtype: DTypeLike
 ) -> tuple[Scaled | None, Scaled | None]:
-    """Returns what `quantize_blocks` returns."""
+    """Quantizes on the GPU what `quantize_blocks` asks for, and returns its results."""
     r, c = x.shape
     shapes = (row, (r, c)), (transposed, (c, r))
     # Scales lie in memory with the tiles along the contracted axis first.
