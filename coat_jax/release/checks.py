@@ -262,7 +262,7 @@ def _are_close(actual: np.ndarray, expected: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """One layer's share of an optimizer's step, to compare with the whole step.
+    """The part of one layer in an optimizer's step, to compare with the whole step.
 
     Attributes:
       optimizer: The optimizer, with small parameters to try it on.

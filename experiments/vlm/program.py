@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the program's parser, with None for flags that leave the preset's value."""
+    """Returns the program's parser; a flag of None leaves the preset's value."""
     top = new_parser("experiments.vlm", __doc__)
     add = top.add_argument
     add("--preset", choices=PRESETS, default="cpu", help="shape and settings (cpu)")

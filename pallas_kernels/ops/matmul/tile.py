@@ -265,7 +265,7 @@ class Tile:
                 yield i, at, row[:, at : at + value.shape[1]]
 
     def _turn(self, column, both, angle):
-        """Applies RoPE to a part of both halves of a head, except for heads of values."""
+        """Applies RoPE to a part of both halves of a head, unless it holds values."""
 
         def turn(x, y, cos, sin):
             return x * cos - y * sin, y * cos + x * sin
@@ -283,7 +283,7 @@ class Tile:
         return math.gcd(self.product.heads.size // 2, 8)
 
     def _angles(self, rows, band):
-        """Returns an iterator over pairs of cosines and sines, in order of their use."""
+        """Returns an iterator over cosines and sines, in the order of their use."""
         t, size, width = self.tuning, self.product.heads.size, self._angles_held
 
         def load(place):
