@@ -53,7 +53,7 @@ def fp8[ModelRecord](
         A container that is named stands for the modules in it.
       matmuls: The paths of the parameters with matmuls in FP8, such as
         ".*/(up|down)/kernel"; a rule like `blocks`. By default all matmuls with at
-        least 128 inputs and outputs that are multiples of 16, but for those of routers:
+        least 128 inputs and outputs that are multiples of 16, except routers':
         matmuls with at most 1,024 results a row on which a choice depends (`top_k`,
         `argmax`, `sort`) without another matmul in between. Matmuls within a loop, a
         `jax.checkpoint` or a custom derivative stay as they are, with a warning.
