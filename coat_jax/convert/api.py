@@ -53,7 +53,9 @@ def fp8[ModelRecord](
         A container that is named stands for the modules in it.
       matmuls: The paths of the parameters with matmuls in FP8, such as
         ".*/(up|down)/kernel"; a rule like `blocks`. By default all matmuls with at
-        least 128 inputs and outputs that are multiples of 16. Those within a loop, a
+        least 128 inputs and outputs that are multiples of 16, except routers':
+        matmuls with at most 1,024 results a row on which a choice depends (`top_k`,
+        `argmax`, `sort`) without another matmul in between. Matmuls within a loop, a
         `jax.checkpoint` or a custom derivative stay as they are, with a warning.
       format: The format of saved copies; see `fp8_remat` for this and what follows.
       group: The number of neighbours that share a scale of a saved copy.

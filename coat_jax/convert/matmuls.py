@@ -29,8 +29,12 @@ from coat_jax.programs.primitives import variables
 from pallas_kernels import versions
 
 # The default rule chooses matmuls with so many inputs and outputs, in multiples of
-# `_MULTIPLE`, which kernels need. Smaller ones, such as routers, gain nothing.
+# `_MULTIPLE`, which kernels need. Smaller ones gain nothing.
 _LEAST, _MULTIPLE = 128, 16
+# Operations that choose among numbers, and the most numbers among which routers do. An
+# error of FP8 changes which are chosen, and not only how much they count.
+_CHOICES = {"top_k", "approx_top_k", "argmax", "sort"}
+_MOST_CHOICES = 1024
 # The numbers of keys that come before a parameter's path, among the arguments of a
 # function or a method, and of what `linen_method` wraps.
 OF_FUNCTION, OF_LINEN = 2, 5
@@ -97,13 +101,14 @@ class Conversion:
         marked = zip(program.invars, keys, is_param, strict=True)
         paths = {v: path_of(key[self.depth :]) for v, key, param in marked if param}
         sources = _sources(program, {v: frozenset({p}) for v, p in paths.items()})
+        choosing = _choosing(program)
         eqns, matmuls = [], []
         for eqn in program.eqns:
             if not _is_matmul(eqn):
                 matmuls += self._within(eqn, sources)
                 eqns.append(eqn)
                 continue
-            side, reason = self._choice(eqn, sources)
+            side, reason = self._choice(eqn, sources, choosing)
             matmuls.append(self._row(eqn, sources, reason))
             eqns.extend([eqn] if reason else _fp8(eqn, side))
         if self.log is not None:
@@ -115,7 +120,9 @@ class Conversion:
                     self._check(eqn, sources)
         return program.replace(eqns=eqns)
 
-    def _choice(self, eqn: core.JaxprEqn, sources: Sources) -> tuple[int, str]:
+    def _choice(
+        self, eqn: core.JaxprEqn, sources: Sources, choosing: set[core.Var]
+    ) -> tuple[int, str]:
         """Returns the position of the weight, and why the matmul stays as it is."""
         if eqn.primitive in _IN_FP8:
             return 0, FP8_ALREADY
@@ -132,7 +139,7 @@ class Conversion:
         if side == 0 and eqn.primitive.name == _RAGGED:
             return 0, "its rows in groups are a parameter"
         if self.chosen is None:
-            return side, _too_small(eqn, side)
+            return side, _too_small(eqn, side) or _router(eqn, choosing)
         paths = sources[eqn.invars[side]]
         chosen = any(map(self._is_chosen, paths))
         return side, "" if chosen else "not chosen by matmuls="
@@ -204,6 +211,32 @@ def _sources(program: core.Jaxpr, params: Sources) -> Sources:
             union = frozenset().union(*(sources[v] for v in operands))
             sources |= dict.fromkeys(eqn.outvars, union)
     return sources
+
+
+def _choosing(program: core.Jaxpr) -> set[core.Var]:
+    """Returns the variables on which choices depend without a matmul in between."""
+    choosing: set[core.Var] = set()
+    for eqn in reversed(program.eqns):
+        decides = not choosing.isdisjoint(eqn.outvars) and not _is_matmul(eqn)
+        if decides or _chooses(eqn):
+            choosing |= variables(eqn.invars)
+    return choosing
+
+
+def _chooses(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation, or one within it, is a choice."""
+    if eqn.primitive.name in _CHOICES:
+        return True
+    bodies = versions.bodies_in_params(eqn.params)
+    return any(_chooses(inner) for body in bodies for inner in body.eqns)
+
+
+def _router(eqn: core.JaxprEqn, choosing: set[core.Var]) -> str:
+    """Returns that a matmul is a router's, or ""."""
+    (y,) = eqn.outvars
+    if y not in choosing or y.aval.shape[-1] > _MOST_CHOICES:
+        return ""
+    return "its results choose, as a router's do"
 
 
 def _followed(

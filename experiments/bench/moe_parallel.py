@@ -30,11 +30,6 @@ SMALL = LayerShape(256, 8, 2, 128, 128)
 LARGEST_ERROR = 0.02
 
 
-def name_of(recipe: str, buffer: float | None) -> str:
-    """Returns the name of a case in rows."""
-    return recipe if buffer is None else f"{recipe}_buffer_{buffer}"
-
-
 def layer_of(
     shape: LayerShape, recipe: str, buffer: float | None = None, axis: str | None = None
 ) -> moe_layers.Layer:
@@ -63,47 +58,31 @@ def shardings(params: Any, mesh: Mesh) -> tuple[Any, NamedSharding, NamedShardin
 
 
 def rows(small: bool, end: float, options: dict[str, Any]) -> Iterator[Row]:
-    """Yields the milliseconds and errors of a layer on all GPUs."""
+    """Yields, for each recipe, the milliseconds and the error on all GPUs."""
     shape = SMALL if small else moe_layers.QWEN3
     gpus = jax.device_count()
-    row: Row = {"case": "expert_parallel", **shape._asdict(), "gpus": gpus}
+    of_all: Row = {"case": "expert_parallel", **shape._asdict(), "gpus": gpus}
     if gpus < 2 or shape.experts % gpus:
-        yield row | {"skipped": f"it needs 2 GPUs or a divisor of {shape.experts}"}
-        return
-    if time.monotonic() > end:
-        yield row | {"skipped": "time is up"}
+        yield of_all | {"skipped": f"it needs 2 GPUs or a divisor of {shape.experts}"}
         return
     mesh = jax.make_mesh((gpus,), (EXPERT,), axis_types=(AxisType.Auto,))
-    all_tokens = arguments(shape, gpus)
-    spread = jax.device_put(all_tokens, shardings(all_tokens[0], mesh))
-    for recipe, buffer in CASES:
-        layer = layer_of(shape, recipe, buffer, EXPERT)
-        alone = layer_of(shape, recipe)
-        name = name_of(recipe, buffer)
-        error = largest_error(layer, spread, alone, all_tokens)
-        row |= {f"{name}_largest_error": error}
-    row["right"] = all(
-        row[f"{name_of(*case)}_largest_error"] < LARGEST_ERROR for case in CASES
-    )
+    whole = arguments(shape, gpus)
+    spread = jax.device_put(whole, shardings(whole[0], mesh))
     part = moe_layers.arguments(shape._replace(tokens=shape.tokens // gpus))
-    programs = [
-        Program(
-            name_of(*case),
-            functools.partial(passes, layer_of(shape, *case, EXPERT)),
-            spread,
-        )
-        for case in CASES
-    ]
-    programs += [
-        Program(
-            f"one_gpu_{recipe}",
-            functools.partial(passes, layer_of(shape, recipe)),
-            part,
-        )
-        for recipe in dict(CASES)
-    ]
-    times, errors = timed(programs, options)
-    yield row | {f"{program.name}_ms": 1e3 * s for program, s in times.items()} | errors
+    for recipe, buffer in CASES:
+        row = of_all | {"recipe": recipe, "buffer": buffer}
+        if time.monotonic() > end:
+            yield row | {"skipped": "time is up"}
+            continue
+        layer, alone = layer_of(shape, recipe, buffer, EXPERT), layer_of(shape, recipe)
+        error = largest_error(layer, spread, alone, whole)
+        programs = [
+            Program("spread", functools.partial(passes, layer), spread),
+            Program("one_gpu", functools.partial(passes, alone), part),
+        ]
+        times, errors = timed(programs, options)
+        row |= {f"{program.name}_ms": 1e3 * s for program, s in times.items()} | errors
+        yield row | {"largest_error": error, "right": error < LARGEST_ERROR}
 
 
 def largest_error(

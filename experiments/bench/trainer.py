@@ -106,19 +106,18 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Returns the targets of issue 62, by the best case in BF16."""
+    """Returns the targets, relative to the fastest case in BF16."""
     by_case = {row["case"]: row for row in rows if "error" not in row}
     if "ours" not in by_case or len(by_case) < 2:
         return []
     ours = by_case.pop("ours")
-    fastest = max(row["tokens_per_s"] for row in by_case.values())
+    fastest = max(by_case.values(), key=lambda row: row["tokens_per_s"])
     target = _SPEED_WIDE if ours["hidden"] >= _WIDE else _SPEED
-    targets = [
-        Bar.of("tokens/s / BF16's", ">=", target, ours["tokens_per_s"] / fastest)
-    ]
-    if ours["peak_gib"] and "bf16" in by_case:
-        ratio = ours["peak_gib"] / by_case["bf16"]["peak_gib"]
-        targets.append(Bar.of("peak / BF16's", "<=", _PEAK, ratio))
+    ratio = ours["tokens_per_s"] / fastest["tokens_per_s"]
+    targets = [Bar.of("tokens/s / fastest BF16's", ">=", target, ratio)]
+    if ours["peak_gib"]:
+        ratio = ours["peak_gib"] / fastest["peak_gib"]
+        targets.append(Bar.of("peak / fastest BF16's", "<=", _PEAK, ratio))
     return targets
 
 

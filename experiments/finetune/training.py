@@ -26,7 +26,7 @@ from pallas_kernels.rounding import stochastic_bfloat16
 # Returns a base with the recipe "bf16", in a dtype, on a mesh or the default device.
 LoadModel = Callable[[Mesh | None, Any], llama.Llama]
 
-# What changes a trained model to one for a single device, without any recipe's FP8.
+# These changes make a trained model one for a single device, without FP8.
 _PLAIN: dict[str, Any] = {
     "recipe": "bf16",
     "scaling": "just_in_time",

@@ -14,7 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -292,8 +292,18 @@ def _grouped() -> Iterator[CompiledCase]:
     for x in (_array(rows, k), _array(rows, k, dtype=_F32)):
         arrays = x, sizes, one
         yield CompiledCase(
-            f"transpose of groups, {x.dtype}", pk.grouped_transpose, arrays
+            f"quantized transpose of groups, {x.dtype}", pk.grouped_transpose, arrays
         )
+    for x in (_array(rows, k), gradient):
+        call, arrays = pk.grouped_transpose, (x, sizes)
+        yield CompiledCase(f"transpose of groups, {x.dtype}", call, arrays)
+    for activation in get_args(pk.Activation):
+        call = functools.partial(_weighted_gate_grad, activation)
+        groups_of_16 = pk.Scaled(
+            _array(rows, 2, k, dtype=_E4M3), _array(rows, 2, k // 16)
+        )
+        arrays = groups_of_16, _array(rows, k), of_rows, sizes, one, one
+        yield CompiledCase(f"weighted {activation} gate, backward", call, arrays)
     padded = pk.padded_rows(rows, groups)
     a, b = (_array(n, padded, dtype=dtype) for dtype in (gradient.dtype, _E4M3))
     kinds = {
@@ -304,6 +314,12 @@ def _grouped() -> Iterator[CompiledCase]:
         call = functools.partial(pk.grouped_weight_gradient, tuning=tiles)
         for name, arrays in kinds.items():
             yield CompiledCase(name, call, arrays, tiles)
+
+
+def _weighted_gate_grad(activation, *arrays, **options):
+    *arrays, scale, product_scale = arrays
+    scales = {"scale": scale, "product_scale": product_scale}
+    return pk.weighted_gate_grad(*arrays, **scales, activation=activation, **options)
 
 
 def _of_listed_tiles(*arrays, **options):

@@ -12,6 +12,7 @@ from experiments.pages import (
     optimizer,
     release,
     speed,
+    trainers,
     training,
 )
 
@@ -95,6 +96,8 @@ def results() -> str:
         layers.foreign(),
         layers.compilation(),
         experts.grouped(),
+        experts.layers(),
+        trainers.steps(),
         speed.activations(),
         training.pretraining(),
         training.meshes(),

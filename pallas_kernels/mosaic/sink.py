@@ -39,7 +39,7 @@ class Sink:
       encoding: What to write.
       scale: The per-tensor scale of codes, or None.
       valid: Integers with all bits set for a strip's numbers in the transposed copy,
-        and zeros for numbers in whose place there are zeros; None if there are none.
+        and no bits for numbers that zeros replace; None if all numbers are in it.
     """
 
     def __init__(

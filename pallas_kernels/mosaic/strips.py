@@ -69,7 +69,7 @@ class Encoding:
 
 
 class Blocks(NamedTuple):
-    """Blocks of 128 rows that begin at any rows, and whose transposes lie side by side.
+    """Blocks of 128 rows that begin at any rows. Their transposes lie side by side.
 
     Blocks may overlap. What kernels write for a row must not depend on its block.
 

@@ -102,3 +102,54 @@ def test_gradients_are_those_of_experts_and_less_is_saved():
         assert np.linalg.norm(ours - theirs) < 0.15 * np.linalg.norm(theirs)
     sizes = [saved_bytes(saved(*parts(model), x)) for model in (converted, Model())]
     assert 0 < sizes[0] < 0.7 * sizes[1]
+
+
+class Choosing(nnx.Module):
+    """A matmul of 128 outputs, on which a choice depends or not."""
+
+    def __init__(self, choose, outputs=128):
+        rngs, self.choose = nnx.Rngs(0), choose
+        self.inner = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.router = nnx.Linear(WIDTH, outputs, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        scores = nnx.softmax(self.router(self.inner(x)))
+        return self.choose(scores) + scores[..., :1]
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda scores: lax.top_k(scores, 2)[0],
+        lambda scores: jnp.argmax(jax.nn.relu(scores), axis=-1)[..., None],
+        lambda scores: jnp.argsort(-scores)[..., :2],
+        jax.jit(lambda scores: lax.top_k(jnp.log(scores), 1)[1]),
+    ],
+)
+def test_routers_stay_as_they_are(choose):
+    """The matmul before the router is not one that chooses."""
+    model = coat.fp8(Choosing(choose), blocks="")
+    rows = {row.parameter: row.reason for row in coat.fp8_report(model, tokens()).rows}
+    assert rows["inner/kernel"] == ""
+    assert rows["router/kernel"] == "its results choose, as a router's do"
+
+
+@pytest.mark.parametrize(
+    ("choose", "outputs"),
+    [
+        (jnp.max, 128),
+        # A sparse code is chosen among many numbers, by large matmuls.
+        (lambda scores: lax.top_k(scores, 2)[0], 2048),
+    ],
+)
+def test_matmuls_of_no_router_become_fp8(choose, outputs):
+    model = coat.fp8(Choosing(choose, outputs), blocks="")
+    rows = {row.parameter: row.reason for row in coat.fp8_report(model, tokens()).rows}
+    assert set(rows.values()) == {""}
+
+
+def test_a_router_can_be_asked_for():
+    model = Choosing(lambda scores: lax.top_k(scores, 2)[0])
+    model = coat.fp8(model, blocks="", matmuls="router/kernel")
+    rows = {row.parameter: row.reason for row in coat.fp8_report(model, tokens()).rows}
+    assert rows["router/kernel"] == ""

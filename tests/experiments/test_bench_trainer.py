@@ -22,7 +22,7 @@ def test_bars_take_the_fastest_case_in_bf16():
     ]
     speed, peak = trainer.bars(rows)
     assert (speed.measured, speed.holds) == (1.25, True)
-    assert (peak.measured, peak.holds) == (0.5, True)
+    assert (peak.measured, peak.holds) == (20.0 / 70.0, True)
     rows[1] = {"case": "bf16, all saved", "error": "see the log"}
     assert trainer.bars(rows)[0].measured == 1.5
     assert not trainer.bars(rows[:2])

@@ -172,6 +172,25 @@ def test_folders_are_known_by_what_is_in_them(data, tmp_path):
     assert isinstance(hf.load(copy), llama.Llama)
 
 
+@pytest.mark.slow
+def test_a_released_run_has_the_losses_of_an_ordinary_one(data, tmp_path):
+    flags = ["--recipe", "coat", "--tensorboard"]
+    released = _run(data, tmp_path / "released", *flags, "--release")
+    ordinary = _run(data, tmp_path / "ordinary", *flags)
+    losses = [
+        [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+        for lines in (
+            (out / "metrics.jsonl").read_text().splitlines()
+            for out in (released, ordinary)
+        )
+    ]
+    assert len(losses[0]) == 4
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+    assert list((released / "tensorboard" / "coat").iterdir())
+    tokens = jnp.arange(12)[None]
+    assert np.isfinite(_logits(released / "models" / "coat", tokens)).all()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -1,4 +1,4 @@
-"""Tests gradients of gates whose rows are sorted by expert and have weights."""
+"""Tests gradients of gates by rows that are sorted by expert and have weights."""
 
 import functools
 

@@ -143,8 +143,8 @@ def router_logits(
 ) -> Float[Array, "tokens experts"]:
     """Computes `h @ router.T` with the precision of float32.
 
-    On GPUs it is a sum of three BF16 matmuls, whose error of 2e-5 is 2.5 times that
-    of float32 sums over 2,048 numbers, in half of their time.
+    On GPUs it is a sum of three BF16 matmuls. Over 2,048 numbers its error is 2e-5, 2.5
+    times the error of float32 sums, and it takes half of their time.
     """
     h, router = (x.astype(jnp.float32) for x in (h, router))
     precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X3

@@ -47,7 +47,7 @@ class Shape:
 
 
 def init(shape: Shape, key: PRNGKeyArray) -> Params:
-    """Returns float32 parameters; weights are [out, in], those of layers stacked."""
+    """Returns float32 parameters; weights are [out, in], and stacked for layers."""
     h, f, n = shape.hidden, shape.intermediate, shape.layers
     weights = {"qkv": (3 * h, h), "out": (h, h), "gate_up": (2, f, h), "down": (h, f)}
     keys = iter(jax.random.split(key, 1 + len(weights)))

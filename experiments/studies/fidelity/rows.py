@@ -32,7 +32,7 @@ def read(path: Path, setup_id: str) -> list[Row]:
       setup_id: The hash that `Setup.id` returns, which rows have as "setup".
 
     Raises:
-      ValueError: If a line is no row, or a row is of another setup, whose losses could
+      ValueError: If a line is no row, or a row is of another setup: its losses could
         not be compared.
     """
     by_run: dict[tuple[str, int], Row] = {}

@@ -37,7 +37,7 @@ class Windows(NamedTuple):
 
 
 def python_files() -> Iterator[bytes]:
-    """Yields the standard library's files, then those of installed packages, sorted.
+    """Yields the standard library's files, then installed packages' files, sorted.
 
     Files above 256 KiB are left out.
     """

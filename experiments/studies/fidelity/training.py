@@ -104,7 +104,7 @@ class Programs(NamedTuple):
       step: A function of a state, all windows and their order that returns the next
         state and the loss. The state is donated.
       losses: Functions of float32 parameters, all windows and a first row that return a
-        batch's loss: with the variant's forward pass, and with that of `bf16`.
+        batch's loss: with the variant's forward pass, and with `bf16`'s.
     """
 
     init: Callable[..., State]
@@ -202,7 +202,7 @@ def train(
 
     Returns:
       The test losses of the last weights and of their average, each with the variant's
-      forward pass and with that of `bf16`; the mean training loss of the last twentieth
+      forward pass and with `bf16`'s; the mean training loss of the last twentieth
       of the steps; and the seconds. Losses are nats per token.
     """
     started = time.perf_counter()
@@ -234,7 +234,7 @@ def _mean(setup: Setup, program: Callable, params: model.Params, test: Array) ->
 
 
 def _test_batch(setup: Setup, count: int) -> int:
-    """Returns the largest batch, up to that of training, that divides the windows."""
+    """Returns the largest batch, up to training's, that divides the windows."""
     return max(n for n in range(1, setup.batch_size + 1) if count % n == 0)
 
 

@@ -72,7 +72,7 @@ class Variant:
 
 
 class _NormCopies(PlainRecipe):
-    """A recipe whose norms save FP8 copies of their inputs for backward."""
+    """A recipe with norms that save FP8 copies of their inputs for backward."""
 
     def norm(self, norm):
         """Returns a function of weight and x that computes `norm(x)`."""
@@ -81,7 +81,7 @@ class _NormCopies(PlainRecipe):
 
 
 class _GateCopies(PlainRecipe):
-    """A recipe whose gates save FP8 copies of their inputs for backward."""
+    """A recipe with gates that save FP8 copies of their inputs for backward."""
 
     def norm(self, norm):
         """Returns a function of weight and x that computes `norm(x)`."""

@@ -1,4 +1,4 @@
-"""Gradients of gates whose rows are sorted by expert and have weights."""
+"""Gradients of gates by rows that are sorted by expert and have weights."""
 
 import dataclasses
 from typing import NamedTuple, get_args

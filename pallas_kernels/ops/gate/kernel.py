@@ -34,7 +34,8 @@ from pallas_kernels.ops.gate.reference import Gated
 
 _CODES = jnp.float8_e4m3fn  # The dtype of groups that are kept.
 _LONG = LANES * GROUP  # The shortest row whose values are in shared memory.
-_TUNING = Tuning(ctas=16)  # For rows whose values are in registers.
+# Rows with their values in registers are short, and many thread blocks share them.
+_TUNING = Tuning(ctas=16)
 # The most strips in shared memory. Two thread blocks fit a multiprocessor's.
 _STRIPS = 13
 # The values of one more strip are in registers, for the 28,672 columns of Llama's 70B.

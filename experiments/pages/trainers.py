@@ -1,0 +1,32 @@
+"""The section on steps of trainers that others wrote."""
+
+from experiments.common.results import load
+from experiments.common.tables import Column, markdown
+from experiments.pages.sections import section
+
+_FILES = ("flax_2048", "tunix_4096")
+_TRAINERS = {"flax": "plain Flax, `nnx.Optimizer`", "tunix": "tunix's `PeftTrainer`"}
+
+
+def steps() -> str:
+    """Returns the section on speed and memory of other trainers."""
+    files = [load("bench_trainer", name) for name in _FILES]
+    rows = [row for results in files for row in results["rows"]]
+    columns = (
+        Column("Trainer", lambda row: _TRAINERS[row["trainer"]]),
+        Column("hidden, layers", ("hidden", "layers"), "{:,}, {}"),
+        Column("case", "case"),
+        Column("ms", "ms_per_step", "{:.1f}"),
+        Column("tokens/s", "tokens_per_s", "{:,.0f}"),
+        Column("peak, GiB", "peak_gib", "{:.1f}"),
+    )
+    row = rows[0]
+    text = (
+        "**Trainers that others wrote** (`bench_trainer`): steps of a Qwen 3 on one "
+        f"{files[0]['device']['name']} with JAX {files[0]['versions']['jax']} (batch "
+        f"{row['batch']}, sequence {row['seq']:,}). `bf16` has each layer under "
+        "`jax.checkpoint`; both cases in BF16 train with `optax.adamw` and float32 "
+        "moments, and `ours` with `coat.fp8` of the model and `coat.fp8_adamw`. The "
+        "attention of tunix computes all scores in float32."
+    )
+    return section(text, markdown(columns, rows))
