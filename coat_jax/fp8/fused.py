@@ -126,7 +126,7 @@ def _bias_gradient(like, dy):
 
 
 def _marked(x):
-    """Returns () for an array and None for None: a leafless pytree of what is there."""
+    """Returns () for an array and None for None, so that residuals record which."""
     return None if x is None else ()
 
 
@@ -210,7 +210,16 @@ def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds):
 
 
 def _gate(operands, activation):
-    """Returns codes of the gate's output in rows, and what backward reads."""
+    """Computes a gate and quantizes its output, with a scale for each token.
+
+    Args:
+      operands: Gate and up, as `pallas_kernels.gated` takes them.
+      activation: The `Prologue` of the gate.
+
+    Returns:
+      The codes and scales [tokens, f]; and what backward reads: FP8 copies of gate and
+      up in groups of 16, or `operands`, as the prologue says.
+    """
     copies = activation.saves == "copies"
     with Note(f"{E4M3}, groups of {GROUP}", _GATE).scope():
         out = kernels.gated(
@@ -228,7 +237,12 @@ def _gate(operands, activation):
 
 
 def _through(dy, w, w_scale, **options):
-    """Returns codes of a result's gradient, and the gradient of what `w` multiplies."""
+    """Takes the gradient `dy` [m, n] of `x @ w` back to x [m, k].
+
+    Returns:
+      The FP8 codes of `dy`, and the gradient of x, as `matmul_codes` returns it with
+      `options`.
+    """
     gradient = quantize_tensor(dy, E5M2, copies="both")
     after = gradient.transposed
     wq = quantize_tensor(w, E4M3, copies="row", scale=w_scale, after=after)

@@ -174,7 +174,10 @@ def _fits(vector: core.Var, x: core.Var) -> bool:
 def _norm_between(
     y: core.Var, x: core.Var, columns: Collection[core.Var], eqns: Eqns
 ) -> tuple[Norm, Source] | None:
-    """Returns the norm that operations compute, and its operands, or None."""
+    """Returns the norm of x that `eqns` compute as y, and its operands, or None.
+
+    `columns` are the candidates for its weight and bias.
+    """
     width = y.aval.shape[-1]
     if x.aval.ndim < 2 or x.aval.shape[-1] != width or x.aval.size != y.aval.size:
         return None
@@ -337,7 +340,11 @@ def bias_of(result: core.Var, graph: Graph, fixed: Collection[core.Var]) -> Sum 
 
 
 def _sums(result: core.Var, graph: Graph) -> Iterator[tuple[Sum, core.Var]]:
-    """Yields the sum with a result that nothing else reads, and the other summand."""
+    """Yields the sums that a matmul's result goes into, with the variable it adds.
+
+    Between the result and a sum there are only reshapes and marks, and nothing else
+    reads any of these arrays.
+    """
     eqns: list[core.JaxprEqn] = []
     while len(graph.readers[result]) == 1:
         (reader,) = graph.readers[result]
@@ -381,7 +388,7 @@ def _column(var: core.Var, like: core.Var, graph: Graph) -> core.Var | None:
 
 
 def reader_after(x: core.Var, norm: Eqns, graph: Graph) -> core.JaxprEqn | None:
-    """Returns the addition that alone reads a norm's input `x` besides the norm."""
+    """Returns the addition that is the only reader of a norm's input x but the norm."""
     inner = {id(eqn) for eqn in norm}
     readers = [eqn for eqn in graph.readers[x] if not _is_for(eqn, inner, graph)]
     if len(readers) != 1:

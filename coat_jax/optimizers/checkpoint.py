@@ -165,7 +165,7 @@ def _check_array(name: str, x: Any, like: Any) -> None:
 
 
 def wrong_value(scale: Any, exponent: Any) -> str | None:
-    """Returns what is wrong with the values of scales and exponents, or None."""
+    """Returns a rule that scales or exponents break, with the value; or None."""
     scale, exponent = _values(scale), _values(exponent)
     if scale is not None:
         scale = scale.astype(np.float32)

@@ -220,7 +220,7 @@ class Optimizer:
 def _owners(
     params: optax.Params, state: optax.OptState
 ) -> Iterator[tuple[Path, int | None]]:
-    """Yields the path of each node of a state, and the index of its parameter."""
+    """Yields each node's path in a state, and its parameter's index or None."""
     params, state = unboxed(params), unboxed(state)
     leaves = by_path(params)
     index = {path: j for j, path in enumerate(leaves)}

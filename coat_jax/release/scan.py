@@ -88,7 +88,11 @@ class Scan:
         return y, (leaves, states, extras, shared, by_layer, self.saved.constants)
 
     def backward(self, residuals, dy):
-        """Returns the cotangents of what `forward` takes: stacks after their step."""
+        """Runs the layers backward; returns a cotangent for each argument of `forward`.
+
+        In place of cotangents of parameters and states, the stacks after their steps
+        are returned; or with mode "norm" None, and the sums of squared gradients.
+        """
         leaves, states, extras, shared, by_layer, constants = residuals
         self.release.claim(self.owned.indices, "a coat.scan_layers")
         norm = self.release.mode == "norm"

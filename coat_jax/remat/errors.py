@@ -242,7 +242,7 @@ def _is_centered(
     makers: Mapping[core.Var, core.JaxprEqn],
     constants: Container[core.Var],
 ) -> bool:
-    """Returns whether an array is centered: less a sum of its own elements."""
+    """Returns whether `mean` is computed from a sum of the elements of `array`."""
 
     def unmoved(var):
         while (eqn := makers.get(var)) and is_layout(eqn) and variables(eqn.invars):

@@ -372,7 +372,10 @@ def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
 
 
 def _inside(eqn: core.JaxprEqn, position: int) -> Iterator[tuple[core.Jaxpr, core.Var]]:
-    """Yields the bodies of an operation, each with its variable for one operand."""
+    """Yields the programs that an operation runs, such as the branches of a cond.
+
+    Each comes with its input variable for the operand at `position`.
+    """
     if eqn.primitive.name == "while":
         return
     for body in bodies_of(eqn):

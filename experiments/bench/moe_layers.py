@@ -145,7 +145,7 @@ def saved_bytes(layer: Layer, params: Any, x: jax.Array) -> int:
 
 
 def best_bf16(row: dict[str, Any]) -> tuple[str, float] | None:
-    """Returns the fastest layer in BF16 of a row of milliseconds, and its time."""
+    """Returns the name and the milliseconds of a row's fastest layer in BF16."""
     times = {
         name.removesuffix("_ms"): value
         for name, value in row.items()

@@ -239,7 +239,10 @@ class FolderEncoder(Encoder):
         return Example(text, learned if passage.prompt else np.ones(text.size, bool))
 
     def _text(self, text: str, ends: bool) -> np.ndarray:
-        """Returns a document's tokens, with what the tokenizer puts before it."""
+        """Returns a text's tokens, with those that the tokenizer puts before them.
+
+        If the text `ends` a document, the end token follows.
+        """
         encoding = self._plain.encode(text)
         ids = list(encoding.ids)
         while ids and ids[-1] in self.stop_tokens:
@@ -380,7 +383,10 @@ def _without_special(tokenizer):
 def _pieces(
     template: hf.ChatTemplate, roles: Sequence[str], prompt: bool
 ) -> list[str] | None:
-    """Returns what a template writes around contents, or None if it changes these."""
+    """Returns the text that a template writes before each content and after the last.
+
+    Returns None if the template does not write each content once, in order.
+    """
     marks = [f"\ue000{n}\ue001" for n in range(len(roles))]
     messages = [
         {"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)

@@ -155,7 +155,7 @@ def _lower_again(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any
 
 
 def _lower_once(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:
-    """Lowers a launch for a GPU, at its first call, or emits its calls again."""
+    """Lowers a launch for a GPU at its first call, and later emits the same calls."""
     # Exported programs have an older form of kernels, for later versions of JAX.
     calls = None if ctx.is_forward_compat() else launch.calls()
     if calls is None:
@@ -166,7 +166,7 @@ def _lower_once(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:
 def _batched(
     operands: Sequence[Any], axes: Sequence[Any], *, launch: _Launch, results: Any
 ) -> Any:
-    """Runs a launch with a further axis, as Pallas maps its kernels."""
+    """Runs a launch under `vmap`, for which Pallas adds an axis to kernels' grids."""
     mapped = jax.vmap(launch.of_types(results), in_axes=tuple(axes))
     results = once(mapped, launch.name)(*operands)
     return results, [0] * len(results)

@@ -119,7 +119,10 @@ def _aval(x: Any) -> Any:
 def _inlined(
     jaxpr: core.Jaxpr, arguments: Sequence[Any], steps: list[_Step]
 ) -> Iterator[Any]:
-    """Appends the steps of a program, and yields its results."""
+    """Appends the operations of a program to `steps`, and yields its results.
+
+    Calls are inlined, and reshapes become `_Value`s of other arrays instead of steps.
+    """
     names = (*jaxpr.constvars, *jaxpr.invars)
     values = dict(zip(names, arguments, strict=True))
 
@@ -141,7 +144,7 @@ def _inlined(
 
 
 def _is_reshape(eqn: Any) -> bool:
-    """Returns whether an operation leaves the memory of an array as it is."""
+    """Returns whether an operation changes an array's type but not its memory."""
     name, (out, *_) = eqn.primitive.name, eqn.outvars
     if name == "transpose":
         axes = eqn.params["permutation"]

@@ -88,7 +88,11 @@ def _forward(params, stream, norm, gate, experts, axis):
 
 
 def _shard(norm, gate, experts, axis_name, params, x):
-    """Computes the tokens of a shard; returns outputs, shares and what is saved."""
+    """Computes a layer of experts on one shard of the tokens, x [b, s, h].
+
+    Returns:
+      The outputs [b, s, h], the experts' `Shares`, and the residuals of backward.
+    """
     flat = x.reshape(-1, x.shape[-1])
     h, groups = norm.forward(flat, params["norm"])
     logits = router_logits(norm.values(flat, params["norm"]), params["router"])
