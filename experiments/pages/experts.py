@@ -44,12 +44,12 @@ def layers() -> str:
         ),
     )
     text = (
-        "**Layers of experts** (`moe`): milliseconds of forward and backward, the norm, "
-        "the router and the quantization of weights included, and MiB saved in between, "
-        f"on one {files[0]['device']['name']} with JAX {files[0]['versions']['jax']}. "
-        "Groups are a router's, except for the batched einsum's: there every expert has "
-        "as many tokens as any other, whatever the router says. Layers in BF16 compute "
-        "gates again in backward."
+        "**Layers of experts** (`moe`): milliseconds of forward and backward, the "
+        "norm, the router and the quantization of weights included, and MiB saved in "
+        f"between, on one {files[0]['device']['name']} with JAX "
+        f"{files[0]['versions']['jax']}. Groups are a router's, except for the batched "
+        "einsum's: there every expert has as many tokens as any other, whatever the "
+        "router says. Layers in BF16 compute gates again in backward."
     )
     return section(text, markdown(columns, rows))
 

@@ -1,11 +1,13 @@
 """Tests the benchmark of grouped matmuls in its small form."""
 
+import functools
 import json
 
 import jax
 import pytest
 
-from experiments.bench import moe
+import coat_jax as coat
+from experiments.bench import moe, moe_layers
 from pallas_kernels.dispatch import operations, stand_ins
 
 SHAPE = moe.Shape(256, 4, 256, 512)
@@ -53,6 +55,24 @@ def test_experts_on_several_gpus_need_them(tmp_path, monkeypatch):
     moe.main(["--small", "--only", "expert_parallel", "--out", str(out)])
     (row,) = json.loads(out.read_text())["rows"]
     assert row["skipped"].startswith("it needs 2 GPUs")
+
+
+def test_the_layer_of_a_user_is_the_same_layer():
+    shape = moe_layers.SMALL
+    params, x, dy = moe_layers.arguments(shape)
+    users = functools.partial(moe_layers.users_layer, shape.top_k)
+    (y, _), ours = (
+        moe_layers.passes(layer, own_params, x, dy)
+        for layer, own_params in (
+            (users, moe_layers.users_params(params)),
+            (dict(moe_layers.layers(shape))["bf16"], params),
+        )
+    )
+    error = jax.numpy.linalg.norm((y - ours[0]).astype(jax.numpy.float32))
+    assert error < 0.01 * jax.numpy.linalg.norm(y.astype(jax.numpy.float32))
+    report = coat.fp8_report(coat.fp8(users), moe_layers.users_params(params), x)
+    in_fp8 = {row.parameter for row in report.rows if not row.reason}
+    assert in_fp8 == {"gate_up", "down"}
 
 
 def test_bars_are_of_the_measured_shapes():
