@@ -70,7 +70,7 @@ class Prologue(NamedTuple):
     saves: Saves
 
     def constrained(self, x: Array) -> Array:
-        """Constrains the sharding of the result's codes or gradient as the program does."""
+        """Applies the constraints among the marks to codes or gradients."""
         for mark in self.marks:
             x = x if mark.is_name else mark(x)
         return x
