@@ -14,15 +14,15 @@ from pallas_kernels.dispatch import array_types
 def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
     """Wraps `fn` so that explicit mesh axes are automatic within it.
 
-    XLA then chooses the shardings of what `fn` computes, and `fn` needs no shardings in
-    its types. Without explicit axes `fn` is returned as it is.
+    XLA then chooses the shardings of what `fn` computes between arguments and results.
+    Without explicit axes `fn` is returned as it is.
 
     Args:
       fn: A function of arrays.
       like: An array with the mesh in its type.
-      result: Arrays, or `jax.ShapeDtypeStruct`s, in the tree of the results of `fn`.
-        The results get their shardings, or where these name no mesh, that one which
-        `like` has.
+      result: The result of `fn`, or a tree of arrays of the same types. The wrapped
+        function's results get the shardings of these arrays; where an array is on no
+        mesh, its result gets the sharding of `like`.
     """
     here = jax.typeof(like).sharding
     explicit = here.mesh.explicit_axes

@@ -82,7 +82,7 @@ class Attention:
             place, or (). With a context they are not used, because backward reads the
             arrays that the devices have exchanged.
           segment_ids: The document of each token, or None.
-          local: Whether the layer's window applies; None if all layers are alike.
+          local: Whether the window applies in this layer; None means that it does.
         """
 
         def attention(q, k, v, segment_ids, local, copies=()):

@@ -55,7 +55,7 @@ class Adapted:
     factor: float
 
     def astype(self, dtype: DTypeLike) -> Float[Array, "... k"]:
-        """Returns the matrix that is meant, weight + factor * (b @ a), in `dtype`."""
+        """Returns the adapted matrix, weight + factor * (b @ a), in `dtype`."""
         is_codes = isinstance(self.weight, Scaled)
         weight = self.weight if not is_codes else thawed(self.weight, jnp.float32)
         a, b = (x.astype(jnp.float32) for x in (self.a, self.b))

@@ -119,7 +119,10 @@ class Linearized:
         return [reader.eqn for reader in self._reads(index, through)]
 
     def asked_by(self, index: int) -> str:
-        """Returns the name and line of an operation that reads residual `index`."""
+        """Returns the name and line of an operation that reads residual `index`.
+
+        Returns "the output" if no operation reads it.
+        """
         for reader in self._reads(index):
             location = _place((*reader.calls, reader.eqn))
             return (

@@ -385,7 +385,7 @@ def _pieces(
 ) -> list[str] | None:
     """Returns the text that a template writes before each content and after the last.
 
-    Returns None if the template does not write each content once, in order.
+    Returns None if the template changes or leaves out a content.
     """
     marks = [f"\ue000{n}\ue001" for n in range(len(roles))]
     messages = [

@@ -127,7 +127,7 @@ def _grads_by_shards(run, residuals, cotangents):
 
 
 def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
-    """Computes one shard's gradients: of its tokens, and its summand of parameters'."""
+    """Computes the gradient of a shard's tokens, and its part of the parameters'."""
     params, groups, inner, (ids, weights, saved), scales = residuals
     (h_scale,), (a_scale,) = scales
     dy, dshares = cotangents

@@ -38,7 +38,7 @@ class GroupTiles:
 
 
 def most_tiles(rows: int, groups: int, height: int, align: int = ROWS) -> int:
-    """Returns the largest number of tiles that `rows` rows can have, in any groups."""
+    """Returns an upper bound of the number of tiles, whatever the groups' sizes are."""
     return (rows + (align - 1) * groups) // height + groups
 
 
