@@ -61,7 +61,11 @@ def spread[History](history: History, like: Array) -> History:
     """Lets a history vary over devices as `like` does, within `shard_map`.
 
     `shard_map` would sum the devices' gradients. A history needs their maximum instead.
+    With `check_vma=False` no rule can have an influence on the sum, so that gradients
+    are refused there.
     """
+    if any(lax.axis_size(name) > 1 for name in array_types.unchecked_axes()):
+        return jax.tree.map(_without_gradient, history)
 
     def varying(history):
         axes = array_types.varying_axes(like) - array_types.varying_axes(history)
@@ -84,6 +88,25 @@ def _varying_bwd(axes, _, following):
 
 
 _varying.defvjp(_varying_fwd, _varying_bwd)
+
+
+@jax.custom_vjp
+def _without_gradient(history):
+    return history
+
+
+def _without_gradient_fwd(history):
+    return history, None
+
+
+def _without_gradient_bwd(_, following):
+    raise ValueError(
+        "delayed scaling within shard_map needs check_vma=True, got False: JAX would "
+        "add up the histories of devices, and the largest is needed"
+    )
+
+
+_without_gradient.defvjp(_without_gradient_fwd, _without_gradient_bwd)
 
 
 def delayed_scale(history: Float[Array, " length"], format: Format) -> Float[Array, ""]:

@@ -103,6 +103,16 @@ def varying_axes(x: Any) -> frozenset[str]:
     return versions.varying_axes(x)
 
 
+def unchecked_axes() -> frozenset[str]:
+    """Returns the mesh axes of a `shard_map` with `check_vma=False`.
+
+    Any array may vary over them: types do not say so.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    # With checks the index of a device varies over its axis.
+    return frozenset(name for name in axes if not varying_axes(lax.axis_index(name)))
+
+
 def obstacle(arrays: Any) -> str | None:
     """Returns why no kernel can run where the arrays are, or None."""
     mesh = mesh_of(arrays)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.gradients import cosine
+from helpers.marks import slow
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -62,8 +63,10 @@ def test_experts_split_over_devices(recipe):
         assert cosine(*pair) > 0.99
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "coat"])
-def test_losses_within_shard_map_are_those_of_the_whole_batch(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "check_vma"), [("bf16", True), ("coat", False), slow("coat", True)]
+)
+def test_losses_within_shard_map_are_those_of_the_whole_batch(recipe, check_vma):
     config = config_of(
         recipe,
         num_heads=4,
@@ -83,7 +86,7 @@ def test_losses_within_shard_map_are_those_of_the_whole_batch(recipe):
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-    manual = jax.shard_map(mean_loss, mesh=mesh, **specs)
+    manual = jax.shard_map(mean_loss, mesh=mesh, **specs, check_vma=check_vma)
     (expected, losses), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(
         params, jnp.asarray(TOKENS)
     )

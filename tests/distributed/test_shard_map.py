@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import coat_jax as coat
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
+from coat_jax.quantization.delayed import spread
 
 pytestmark = pytest.mark.distributed
 DEVICES = 4
@@ -27,7 +28,7 @@ NUMBERS = (((2,), (0,)), ((), ()))
 
 def shard_map(fn, in_specs, out_specs):
     mesh = jax.make_mesh((DEVICES,), ("data",), devices=jax.devices()[:DEVICES])
-    spread = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
     def run(*args):
         places = jax.tree.map(
@@ -35,7 +36,7 @@ def shard_map(fn, in_specs, out_specs):
             in_specs,
             is_leaf=lambda spec: isinstance(spec, P),
         )
-        return jax.device_get(jax.jit(spread)(*jax.device_put(args, places)))
+        return jax.device_get(jax.jit(mapped)(*jax.device_put(args, places)))
 
     return run
 
@@ -111,6 +112,21 @@ def test_next_histories_are_the_largest_of_all_devices():
     for a, *b in zip(*map(jax.tree.leaves, (actual, *each)), strict=True):
         np.testing.assert_array_equal(a, np.max(b, axis=0))
         assert len({operands[0] for operands in b}) > 1
+
+
+def test_histories_are_not_added_up_where_no_type_says_what_varies():
+    history, x = jnp.arange(16.0), jnp.ones(DEVICES)
+    mesh = jax.sharding.Mesh(jax.devices()[:DEVICES], ("data",))
+
+    def total(history, x):
+        return jax.lax.psum(jnp.sum(spread({"out": history}, x)["out"]), "data")
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+    unchecked = jax.shard_map(total, mesh=mesh, **specs)
+    assert jax.eval_shape(unchecked, history, x).shape == ()
+    rule = "delayed scaling within shard_map needs check_vma=True, got False"
+    with pytest.raises(ValueError, match=rule):
+        jax.eval_shape(jax.grad(unchecked), history, x)
 
 
 def dots(w, x):

@@ -132,7 +132,8 @@ class Routing(NamedTuple):
         load, score, z = (jnp.mean(x, axis=0) for x in shares)
         # Within `shard_map` losses are averaged over devices, but a product with the
         # load of all tokens is not the mean of products.
-        if axes := array_types.varying_axes(load):
+        axes = array_types.varying_axes(load) | array_types.unchecked_axes()
+        if axes:
             load = lax.pmean(load, tuple(sorted(axes)))
         balance = load.size * jnp.sum(lax.stop_gradient(load) * score)
         return cls(lax.stop_gradient(load), balance, z)
