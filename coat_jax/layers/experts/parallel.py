@@ -166,8 +166,16 @@ class ExpertAxis:
         """
 
         def run(params, *args):
-            params = {**params, **{name: _joined(params[name]) for name in _WEIGHTS}}
-            return fn(*array_types.varying_alike((params, *args)))
+            weights = {name: _joined(params[name]) for name in _WEIGHTS}
+            others = {name: x for name, x in params.items() if name not in _WEIGHTS}
+            others, *args = array_types.varying_alike((others, *args))
+            # Matmuls save weights in their own dtype, and arguments take no memory.
+            codes = {
+                name: array_types.varying_alike(w, args)
+                for name, w in weights.items()
+                if isinstance(w, WeightOfExperts)
+            }
+            return fn(others | weights | codes, *args)
 
         mesh = array_types.mesh_of(x)
         return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs)

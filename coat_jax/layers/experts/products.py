@@ -144,6 +144,7 @@ def plain_product(
 
 
 def _plain(x, w, rows, of_tokens):
+    x, w = array_types.varying_alike((x, w))
     x = rows.of_tokens(x) if of_tokens else x
     return once(_multiplied(x, merged(w).astype(x.dtype), rows))
 
@@ -174,8 +175,8 @@ def _plain_fwd(x, w, rows, of_tokens):
 
 def _plain_bwd(of_tokens, residuals, dy):
     x, w, rows = residuals
-    x_rows, wide = rows.of_tokens(x) if of_tokens else x, merged(w)
-    wide = wide.astype(x.dtype)
+    x_rows = rows.of_tokens(x) if of_tokens else x
+    wide = merged(array_types.varying_alike(w, (w, x))).astype(x.dtype)
     if x.dtype == jnp.bfloat16:
         dx = _multiplied(dy, wide.swapaxes(1, 2), rows)
         operands = (kernels.grouped_transpose(v, rows.sizes) for v in (dy, x_rows))
@@ -185,10 +186,20 @@ def _plain_bwd(of_tokens, residuals, dy):
     else:
         dx, dw = _ragged_dot_grads(x_rows, wide, rows.sizes, dy)
     dx = rows.sums(dx).astype(x.dtype) if of_tokens else dx
-    return dx, dw.astype(w.dtype).reshape(w.shape), None
+    return dx, _total_like(w, dw.astype(w.dtype).reshape(w.shape)), None
 
 
 plain_product.defvjp(_plain_fwd, _plain_bwd)
+
+
+def _total_like(w: Array, dw: Array) -> Array:
+    """Adds up the gradient over the devices that have the same weights.
+
+    Within `shard_map` weights are saved as they came in: arguments take no memory, and
+    copies that vary over devices do.
+    """
+    alike = array_types.varying_axes(dw) - array_types.varying_axes(w)
+    return lax.psum(dw, tuple(sorted(alike))) if alike else dw
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -210,7 +221,8 @@ def _fp8_fwd(x, w, rows, of_tokens):
     saved = quantize_tensor(x, E4M3, copies="row", scale=scale)
     if of_tokens:
         codes = jax.tree.map(rows.of_tokens, codes)
-    y = forward_product(codes, merged(w), rows, x.dtype)
+    wide = merged(array_types.varying_alike(w, (w, x)))
+    y = forward_product(codes, wide, rows, x.dtype)
     return y, (Scaled(saved.row, scale), dtype_of(x), w, rows)
 
 
@@ -219,7 +231,8 @@ def _fp8_bwd(of_tokens, residuals, dy):
     x, like, w, rows = residuals
     gradient = quantize_tensor(dy, E5M2, copies="row")
     gradient = Scaled(gradient.row, gradient.scale)
-    dx = input_gradient(gradient, merged(w), rows, like.dtype)
+    wide = merged(array_types.varying_alike(w, (w, dy)))
+    dx = input_gradient(gradient, wide, rows, like.dtype)
     dx = rows.sums(dx).astype(like.dtype) if of_tokens else dx
     codes = rows.of_tokens(x.codes) if of_tokens else x.codes
     operands = (
@@ -227,7 +240,7 @@ def _fp8_bwd(of_tokens, residuals, dy):
         for v in (gradient, x._replace(codes=codes))
     )
     dw = weight_gradient(*operands, rows, w.dtype)
-    return dx, dw.reshape(w.shape), None
+    return dx, _total_like(w, dw.reshape(w.shape)), None
 
 
 fp8_product.defvjp(_fp8_fwd, _fp8_bwd)
