@@ -31,7 +31,7 @@ for size in ("batch", "sequence"):
 refused(lambda v: estimated(mesh=v), [{"fsdp": 2}, "fsdp=2", 2], name="mesh")
 refused(
     lambda v: estimated(mesh=jax.sharding.AbstractMesh((2,), (v,))),
-    ["context", "pipeline"],
+    ["sequence", "pipeline"],
     name="axis of a mesh",
 )
 refused(lambda v: estimated(mesh=MESH, batch=v), [3], name="batch on a mesh")
@@ -39,6 +39,11 @@ refused(
     lambda v: estimated(mesh=jax.sharding.AbstractMesh((v,), ("tensor",))),
     [3],
     name="tensor axis",
+)
+refused(
+    lambda v: estimated(mesh=jax.sharding.AbstractMesh((v,), ("context",))),
+    [3],
+    name="context axis",
 )
 refused(
     lambda v: estimated(batch=v, mesh=jax.sharding.AbstractMesh((v,), ("fsdp",))),
