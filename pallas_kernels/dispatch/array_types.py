@@ -109,7 +109,7 @@ def unchecked_axes() -> frozenset[str]:
     Any array may vary over them: types do not say so.
     """
     axes = jax.sharding.get_abstract_mesh().manual_axes
-    # With checks the index of a device varies over its axis.
+    # The index of a device varies over its axis, if there are checks.
     return frozenset(name for name in axes if not varying_axes(lax.axis_index(name)))
 
 

@@ -167,15 +167,15 @@ class ExpertAxis:
 
         def run(params, *args):
             weights = {name: _joined(params[name]) for name in _WEIGHTS}
-            others = {name: x for name, x in params.items() if name not in _WEIGHTS}
-            others, *args = array_types.varying_alike((others, *args))
-            # Matmuls save weights in their own dtype, and arguments take no memory.
+            replicated = {name: x for name, x in params.items() if name not in _WEIGHTS}
+            replicated, *args = array_types.varying_alike((replicated, *args))
+            # Matmuls save weights as they come in. `pcast` would make copies of them.
             codes = {
                 name: array_types.varying_alike(w, args)
                 for name, w in weights.items()
                 if isinstance(w, WeightOfExperts)
             }
-            return fn(others | weights | codes, *args)
+            return fn(replicated | weights | codes, *args)
 
         mesh = array_types.mesh_of(x)
         return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
