@@ -174,10 +174,9 @@ class Walk:
 
     def column(self, cta: Array) -> Array:
         """Returns a thread block's first column in the transposed copy."""
-        column = lax.div(cta, self.across) * self.strip_rows
         if self.blocks is None:
-            column = jnp.minimum(column, self.rows - self.strip_rows)
-        return column
+            return self.start(cta)[0]
+        return lax.div(cta, self.across) * self.strip_rows
 
     def indices(self, cta: Array, blocks: Blocks | None = None) -> list[Callable]:
         """Returns one function per strip, from a part to the strip's array index."""

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import kernels
+from helpers.groups import padded, slices
 from helpers.kernels import BF16, E4M3, E5M2, F32, every_implementation
 from helpers.marks import slow
 
@@ -42,11 +43,6 @@ def drawn(rng, shape, dtype):
 
 def positive(rng, *shape):
     return np.exp2(rng.uniform(-3, 3, shape)).astype(np.float32)
-
-
-def slices(sizes):
-    ends = np.cumsum(sizes)
-    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def int32(sizes):
@@ -143,17 +139,6 @@ def test_sizes_that_exceed_the_rows_are_cut():
     scale = jnp.array([1.0, 2.0, 4.0])
     y = pallas_kernels.grouped_matmul(a, b, int32([10, 10, 5]), b_scale=scale)
     np.testing.assert_array_equal(y[:, 0], [16] * 10 + [32] * 6)
-
-
-def padded(x, sizes):
-    """Returns the transpose with each group at a multiple of 128, in NumPy."""
-    blocks = [np.zeros((x.shape[1], 0), x.dtype)]
-    for rows in slices(sizes):
-        columns = x[rows].T
-        blocks.append(np.pad(columns, ((0, 0), (0, -columns.shape[1] % 128))))
-    y = np.concatenate(blocks, axis=1)
-    total = (len(x) + 127 * len(sizes)) // 128 * 128
-    return np.pad(y, ((0, 0), (0, total - y.shape[1])))
 
 
 @pytest.mark.parametrize("sizes", [[100, 0, 1, 155], [0, 0], [200], [0, 128, 0, 5]])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.gates import ACTIVATIONS, ERROR, assert_rounded, exact, inputs
+from helpers.groups import padded
 from helpers.kernels import F32, every_implementation, run
 from helpers.marks import slow_except
 
@@ -20,21 +21,6 @@ CASES = [
     ("gelu", [0, 7, 128], 128, 32),
     ("gelu_exact", [129, 2], 192, 16),
 ]
-
-
-def padded(x, sizes, total):
-    """Returns the transpose with each group at a multiple of 128, in NumPy."""
-    y, start = np.zeros((total, *x.shape[1:]), x.dtype), 0
-    ends = np.cumsum(sizes)
-    for size, end in zip(sizes, ends, strict=True):
-        y[start : start + size] = x[end - size : end]
-        start += -(-size // 128) * 128
-    return y.T
-
-
-def valid_columns(sizes, total):
-    """Returns which columns of a transposed copy have rows."""
-    return padded(np.ones((sum(sizes), 1)), sizes, total)[0] > 0
 
 
 def computed(implementation, arrays, sizes, activation, tuning=None):
@@ -66,25 +52,24 @@ def test_gradients_are_those_of_float64(implementation, activation, sizes, f, co
     y, size = exact(groups, activation)
     grads, sizes_of_grads = exact(groups, activation, dy)
     wide = weights.astype(np.float64)[:, None]
-    values = np.asarray(out.values)[:count]
+    values = np.asarray(out.values)
     assert_rounded(
-        values,
+        values[:count],
         (grads * wide[..., None])[:count],
         (sizes_of_grads * wide[..., None])[:count],
         SCALE,
     )
-    total = pk.padded_rows(rows, len(sizes))
-    of_groups = valid_columns(sizes, total)
+    of_groups = padded(np.ones((rows, 1)), sizes)[0] > 0
     transposed = np.asarray(out.transposed).view(np.uint8)
-    expected = padded(values.view(np.uint8).reshape(count, -1), sizes, total)
+    expected = padded(values.view(np.uint8).reshape(rows, -1), sizes)
     np.testing.assert_array_equal(transposed[:, of_groups], expected[:, of_groups])
-    error = np.abs(padded(y * wide, sizes, total))
     product = np.asarray(out.product)
-    assert product.shape == error.shape
+    y_of_groups, size_of_groups = (padded(x * wide, sizes) for x in (y, size))
+    assert product.shape == y_of_groups.shape
     assert_rounded(
         product[:, of_groups],
-        padded((y * wide)[:count], sizes, total)[:, of_groups],
-        padded((size * wide)[:count], sizes, total)[:, of_groups],
+        y_of_groups[:, of_groups],
+        size_of_groups[:, of_groups],
         PRODUCT,
     )
     dweights = np.sum(np.asarray(dy, np.float64) * y, axis=1)

@@ -110,7 +110,7 @@ _WIDE_FUSED = Optimizer(
     ),
     fused=True,
 )
-# Where a matmul sums over rows, a scale per column is what a kernel can apply.
+# A kernel can apply a scale per column if its matmul sums over rows.
 _TENSOR, _ROW, _COLUMN = Grid(), Grid(scales="row"), Grid(scales="column")
 _E5M2 = Grid(format=coat.E5M2)
 _BF16 = {"param_dtype": jnp.bfloat16, "optimizer": _WIDE_FUSED}

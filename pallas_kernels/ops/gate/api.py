@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from pallas_kernels.ops.gate.operands import (
     as_operands,
     axes_of_parts,
     axes_of_results,
+    check_activation,
     in_given_form,
     is_apart,
     number_of_parts,
@@ -320,9 +321,7 @@ class _GatedGrad(operations.Operation):
 
 def _checked(operands, activation, scale, dtype, copies) -> tuple[bool, bool]:
     """Checks the arguments; returns whether to write codes, and their transpose."""
-    if activation not in get_args(Activation):
-        names = ", ".join(get_args(Activation))
-        raise ValueError(f"activation must be one of {names}, got {activation!r}")
+    check_activation(activation)
     check_dtype("codes", dtype, CODES)
     in_groups = isinstance(operands[0], Scaled)
     for x in operands:

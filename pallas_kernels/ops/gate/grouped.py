@@ -1,7 +1,7 @@
 """Gradients of gates by rows that are sorted by expert and have weights."""
 
 import dataclasses
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +16,7 @@ from pallas_kernels.mosaic.strips import Encoding, Tuning
 from pallas_kernels.numerics import Scaled, encode
 from pallas_kernels.ops.gate import reference
 from pallas_kernels.ops.gate.formulas import WeightedGrad
+from pallas_kernels.ops.gate.operands import check_activation
 from pallas_kernels.ops.gate.reference import Activation
 from pallas_kernels.ops.grouped_matmul.checks import check_groups
 from pallas_kernels.ops.grouped_matmul.tiles import BLOCK
@@ -92,9 +93,7 @@ def weighted_gate_grad(
       >>> out.values.shape, out.transposed.shape, float(out.weights[0].round())
       ((3, 2, 16), (32, 256), 783.0)
     """
-    if activation not in get_args(Activation):
-        names = ", ".join(get_args(Activation))
-        raise ValueError(f"activation must be one of {names}, got {activation!r}")
+    check_activation(activation)
     check_dtype("codes", dtype, CODES)
     check_dtype("dy", dy.dtype, WIDE)
     if gate_up.codes.ndim != 3 or gate_up.codes.shape[1] != 2:

@@ -1,6 +1,6 @@
 """Gate and up as the operands of gates: one array of both, or an array of each."""
 
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jaxtyping import Array
@@ -9,10 +9,18 @@ from pallas_kernels.checks import check_shape
 from pallas_kernels.dispatch.axes import Axes, tokens, transposed_tokens
 from pallas_kernels.numerics import Scaled
 from pallas_kernels.ops.gate.reference import (
+    Activation,
     Apart,
     Gated,
     Operands,
 )
+
+
+def check_activation(activation: Activation) -> None:
+    """Raises ValueError unless there is an activation of this name."""
+    if activation not in get_args(Activation):
+        names = ", ".join(get_args(Activation))
+        raise ValueError(f"activation must be one of {names}, got {activation!r}")
 
 
 def is_apart(gate_up: Scaled | Array | Apart) -> bool:

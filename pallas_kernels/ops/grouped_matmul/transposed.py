@@ -15,6 +15,8 @@ from pallas_kernels.mosaic.strips import Blocks, Encoding, Tuning
 from pallas_kernels.numerics import GROUP, encode, normal
 from pallas_kernels.ops.grouped_matmul.checks import check_groups
 from pallas_kernels.ops.grouped_matmul.tiles import BLOCK, padded_rows, padded_starts
+from pallas_kernels.ops.quantize.groups import numbers
+from pallas_kernels.ops.quantize.tensor import as_stored
 
 _BYTES = 128  # Bytes of each row that a thread block reads.
 
@@ -97,7 +99,7 @@ class _GroupedTranspose(operations.Operation):
             dtype = jnp.uint8 if x.dtype in CODES else jnp.uint16
             stored = lax.bitcast_convert_type(x, dtype)
         (out,) = elementwise.run(
-            _as_float32 if scale is not None else _as_stored,
+            numbers if scale is not None else as_stored,
             (stored[:, None],),
             scale,
             blocks=blocks(group_sizes, len(x)),
@@ -115,14 +117,6 @@ def _columns(x: Array) -> int:
     """Returns the number of columns that a thread block reads."""
     most = _BYTES // x.dtype.itemsize
     return min(most, x.shape[1]) if x.dtype in CODES else most
-
-
-def _as_float32(x: Array) -> tuple[Array]:
-    return (x.astype(jnp.float32),)
-
-
-def _as_stored(x: Array) -> tuple[Array]:
-    return (x,)
 
 
 def blocks(group_sizes: Int[Array, " groups"], rows: int) -> Blocks:

@@ -207,7 +207,7 @@ class _Transpose(operations.Operation):
         # The kernel moves bytes, so that it does not change NaN codes.
         stored = lax.bitcast_convert_type(in_tokens(codes), jnp.uint8)
         (out,) = elementwise.run(
-            _as_stored,
+            as_stored,
             (stored,),
             name=self.name,
             encoding=Encoding(transposed=stored.dtype),
@@ -396,5 +396,6 @@ def in_tokens(x: Array) -> Array:
     return x.reshape(-1, 1, x.shape[-1])
 
 
-def _as_stored(x: Array) -> tuple[Array]:
+def as_stored(x: Array) -> tuple[Array]:
+    """Returns an operand of `elementwise.run` as it is."""
     return (x,)
