@@ -12,7 +12,8 @@ train with `optax.adamw` and float32 moments. `coat` and `coat_max` train with
 `coat.fp8_adamw` in one pass (`coat.fused_update`). In cases named "released" the
 optimizer steps inside the backward pass (`coat.value_and_update`). On several GPUs
 parameters, moments and the batch are split over all of them. With `--context N` every N
-GPUs split each of their sequences, of which `--batch` is the number. Each case, batch
+GPUs split each of their sequences, of which `--batch` is the number. With `--expert N`
+every N GPUs split the experts, and send them tokens. Each case, batch
 size and number of GPUs runs in its own process. New rows are added to the rows of the
 results file, which may be of several models, so that cases can be measured one by one.
 """
@@ -20,6 +21,7 @@ results file, which may be of several models, so that cases can be measured one 
 import argparse
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
@@ -38,6 +40,7 @@ from experiments.bench.model_step import (
     BY_HAND,
     RELEASED,
     ModelSize,
+    Spread,
     measure_alone,
     take_memory,
 )
@@ -99,10 +102,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = rows_to_join(top, args.out)
     gpu = device()["name"]
     console = Console(width=130)
-    chosen = list(itertools.product(args.cases, args.gpus, args.batch, args.context))
-    for case, gpus, batch, context in tqdm(chosen, unit="case", disable=None):
-        sizes = case, model, batch, args.steps, gpus
-        row = measured(*sizes, args.xla_flags, context)
+    splits = itertools.product(args.gpus, args.context, args.expert)
+    spreads = [
+        Spread(gpus=gpus, context=context, expert=expert, buffer=args.buffer)
+        for gpus, context, expert in splits
+    ]
+    chosen = list(itertools.product(args.cases, spreads, args.batch))
+    for case, spread, batch in tqdm(chosen, unit="case", disable=None):
+        row = measured(case, model, batch, args.steps, spread, args.xla_flags)
         rows = with_ratios(joined(rows, row))
         write_results(args.out, rows=rows, bars=bars(rows, gpu))
         console.print(table([r for r in rows if _key(r) == _key(row)]))
@@ -119,6 +126,8 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, nargs="+", default=[1, 2, 4, 8], metavar="B")
     add("--gpus", type=int, nargs="+", default=[1], metavar="N")
     add("--context", type=int, nargs="+", default=[1], metavar="N")
+    add("--expert", type=int, nargs="+", default=[1], metavar="N")
+    add("--buffer", type=float, help="limits the rows of experts; see llama.Experts")
     add("--steps", type=int, default=6, help="timed, behind two that are not")
     presets = "the model's sizes (llama2-7b)"
     add("--preset", choices=llama.CONFIGS, default="llama2-7b", help=presets)
@@ -139,9 +148,8 @@ def measured(
     model: ModelSize,
     batch: int,
     steps: int,
-    gpus: int,
+    spread: Spread,
     xla_flags: str = "",
-    context: int = 1,
     **options: Any,
 ) -> Row:
     """Measures a row in a new process; the row has an error if the process dies.
@@ -150,13 +158,13 @@ def measured(
     """
     spawn = multiprocessing.get_context("spawn")
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
-    row |= {"gpus": gpus, "context": context}
+    row |= dataclasses.asdict(spread)
     row |= {"commit": versions()["commit"], "xla_flags": xla_flags}
-    if model == ModelSize() and gpus == 1:
+    if model == ModelSize() and spread.gpus == 1:
         row |= PAPER.get((case, batch), {})
     with _environment(xla_flags), ProcessPoolExecutor(1, mp_context=spawn) as pool:
         try:
-            sizes = case, model, batch, steps, gpus, context
+            sizes = case, model, batch, steps, spread
             row |= pool.submit(measure_alone, *sizes, **options).result()
         except BrokenProcessPool:
             row["error"] = "its process died"
@@ -179,7 +187,7 @@ def _environment(xla_flags: str) -> Iterator[None]:
 def joined(rows: list[Row], row: Row) -> list[Row]:
     """Returns sorted rows with `row`, which replaces the row of the same measurement.
 
-    A measurement is given by model, case, GPUs, batch, context and flags.
+    A measurement is given by model, case, GPUs, batch, what is split, and flags.
     """
     return sorted(results.joined(rows, row, _key), key=_key)
 
@@ -189,9 +197,17 @@ def _key(row: Row) -> tuple[Any, ...]:
     return (
         *dataclasses.astuple(ModelSize.of_row(row)),
         *places,
-        row.get("context", 1),
+        *_splits(row),
         row.get("xla_flags", ""),
     )
+
+
+def _splits(row: Row) -> tuple[int, int, float]:
+    """Returns what is split; rows of earlier versions do not have it.
+
+    The last number is the limit of rows, infinite without one.
+    """
+    return row.get("context", 1), row.get("expert", 1), row.get("buffer") or math.inf
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
@@ -221,7 +237,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
             "ratio_to_bf16": rates.get(_identity(row | {"case": "bf16"})),
         }
         if _gpus(row) > 1:
-            one = row | {"gpus": 1, "context": 1, "xla_flags": ""}
+            one = row | dataclasses.asdict(Spread()) | {"xla_flags": ""}
             references["ratio_to_one_gpu"] = alone.get(_identity(one))
         ratios = {k: _rate(row) / v for k, v in references.items() if v and _ran(row)}
         rows_with_ratios.append(row | ratios)
@@ -252,8 +268,8 @@ def bars(rows: list[Row], gpu: str = "") -> list[Bar]:
     `gpu` is the name of the GPUs, as some targets are of H200s.
     """
     all_targets = []
-    # No target is of GPUs that split sequences.
-    whole = [row for row in rows if row.get("context", 1) == 1]
+    # No target is of GPUs that split sequences or experts.
+    whole = [row for row in rows if _splits(row)[:2] == (1, 1)]
     groups = grouped(whole, ModelSize.of_row)
     for model, rows_of_model in groups.items():
         targets = _bars_of_one(rows_of_model) if model == ModelSize() else []
@@ -374,10 +390,11 @@ def _case(row: Row) -> str:
 
 
 def _batch(row: Row) -> str:
-    gpus, context = _gpus(row), row.get("context", 1)
+    gpus, (context, expert, _) = _gpus(row), _splits(row)
     if gpus == 1:
         return f"{row['batch']}"
     of_each = f", each on {context}" if context > 1 else ""
+    of_each += f", experts on {expert}" if expert > 1 else ""
     return f"{gpus // context} x {row['batch']}{of_each}"
 
 

@@ -104,10 +104,13 @@ class ModelSize:
             title = f"{preset}, {self.layers} layers"
         return title if self.seq == ModelSize.seq else f"{title}, sequence {self.seq:,}"
 
-    def config(self, case: LayerCase, mesh: Mesh | None = None) -> llama.LlamaConfig:
+    def config(
+        self, case: LayerCase, mesh: Mesh | None = None, buffer: float | None = None
+    ) -> llama.LlamaConfig:
         """Returns the configuration for a case, with parameters in BF16.
 
-        Sizes of a preset with experts are taken to be this preset's.
+        Sizes of a preset with experts are taken to be this preset's. `buffer` is for
+        them; see `Spread`.
         """
         split: dict[str, Any] = {}
         if mesh is not None:
@@ -117,6 +120,7 @@ class ModelSize:
         if preset is not None and preset.experts is not None:
             return dataclasses.replace(
                 preset,
+                experts=dataclasses.replace(preset.experts, buffer=buffer),
                 num_layers=self.layers,
                 param_dtype=jnp.bfloat16,
                 recipe=case.recipe,
@@ -137,6 +141,44 @@ class ModelSize:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The GPUs of a measurement, and what is split over them.
+
+    Parameters, moments and the batch are split over all GPUs.
+
+    Attributes:
+      gpus: The number of GPUs.
+      context: The number of GPUs that split each of their sequences.
+      expert: The number of GPUs that split the experts, and send them tokens.
+      buffer: The rows that a GPU has place for among these; see `llama.Experts`.
+    """
+
+    gpus: int = 1
+    context: int = 1
+    expert: int = 1
+    buffer: float | None = None
+
+    @property
+    def groups(self) -> int:
+        """The number of GPUs, or of groups of GPUs, with sequences of their own."""
+        return self.gpus // self.context
+
+    def mesh(self, model: ModelSize) -> Mesh | None:
+        """Returns the mesh; None is one GPU.
+
+        Raises:
+          ValueError: If the sizes do not divide the GPUs, or the length of sequences.
+        """
+        split = self.context * self.expert
+        if self.gpus % split:
+            raise ValueError(f"{self.gpus} GPUs cannot be split into groups of {split}")
+        axes = {"context": self.context, "expert": self.expert}
+        mesh = meshes.make({"fsdp": self.gpus // split, **axes}, devices=self.gpus)
+        meshes.check_length("--seq", model.seq, mesh)
+        return mesh
+
+
 class _Wrapped(nnx.Module):
     """Layers with the wrapper of a case, which decides how they are differentiated."""
 
@@ -151,7 +193,7 @@ class _Wrapped(nnx.Module):
 
 
 def loss_function(
-    case: str, model: ModelSize, mesh: Mesh | None = None
+    case: str, model: ModelSize, mesh: Mesh | None = None, buffer: float | None = None
 ) -> tuple[Callable, LayerState]:
     """Returns the loss function, and its abstract parameters and histories.
 
@@ -160,7 +202,9 @@ def loss_function(
     if case == BY_HAND:
         return _loss_by_hand(model, mesh)
     case = case.removesuffix(RELEASED)
-    graph, state = _abstract(model.config(CASES[case], mesh), CASES[case].wrap)
+    config = model.config(CASES[case], mesh, buffer)
+    meshes.check_experts(config, mesh)
+    graph, state = _abstract(config, CASES[case].wrap)
 
     def loss(params, histories, tokens: Int32[Array, "b s+1"]) -> Float32[Array, ""]:
         merged = nnx.merge(graph, params, histories)
@@ -240,8 +284,7 @@ def measure_alone(
     model: ModelSize,
     batch: int,
     steps: int,
-    gpus: int = 1,
-    context: int = 1,
+    spread: Spread,
     share: str = MEMORY_SHARE,
 ) -> Row:
     """Runs `measure` with a share of the devices' memory.
@@ -249,7 +292,7 @@ def measure_alone(
     JAX must not have been used in this process yet.
     """
     take_memory(at_once=True, share=share)
-    return measure(case, model, batch, steps, gpus, context)
+    return measure(case, model, batch, steps, spread)
 
 
 def take_memory(*, at_once: bool, share: str = MEMORY_SHARE) -> None:
@@ -268,35 +311,31 @@ def measure(
     model: ModelSize,
     batch: int,
     steps: int,
-    gpus: int = 1,
-    context: int = 1,
+    spread: Spread,
 ) -> Row:
     """Measures the time and memory of a case's training step.
 
-    On several GPUs parameters, moments and the batch are split over all of them, and
-    sizes are those on one of them. The row has an error if memory does not suffice.
+    Sizes are those on one GPU. The row has an error if memory does not suffice.
 
     Args:
       case: A name in `CASES`, with `RELEASED` at its end for `coat.value_and_update`,
         or `BY_HAND` on several GPUs.
       model: The model's sizes.
-      batch: The number of sequences of a step on each GPU, or on each `context` GPUs.
+      batch: The number of sequences of a step on each GPU, or group of GPUs that split
+        their sequences.
       steps: The number of timed steps.
-      gpus: The number of GPUs.
-      context: The number of GPUs that each sequence is split over.
+      spread: The GPUs.
 
     Raises:
-      ValueError: If `context` does not divide the GPUs or the length of sequences, or
-        the case splits no sequences.
+      ValueError: If the model cannot be split so, or the case splits neither sequences
+        nor experts.
     """
-    if gpus % context or (context > 1 and case == BY_HAND):
-        raise ValueError(f"{case} on {gpus} GPUs cannot have context={context}")
-    groups = gpus // context
-    mesh = meshes.make({"fsdp": groups, "context": context}, devices=gpus)
-    meshes.check_length("--seq", model.seq, mesh)
+    if case == BY_HAND and spread != Spread(gpus=spread.gpus):
+        raise ValueError(f"{case} splits the batch alone, got {spread}")
+    mesh, gpus, groups = spread.mesh(model), spread.gpus, spread.groups
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
-    row |= {"gpus": gpus, "context": context, "mesh": meshes.name_of(mesh)}
-    loss, (params, histories) = loss_function(case, model, mesh)
+    row |= dataclasses.asdict(spread) | {"mesh": meshes.name_of(mesh)}
+    loss, (params, histories) = loss_function(case, model, mesh, spread.buffer)
     tx, step = step_of(case, loss)
 
     carry = (params, jax.eval_shape(tx.init, params)), histories

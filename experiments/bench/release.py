@@ -29,6 +29,7 @@ from experiments.bench.model_step import (
     MEMORY_SHARE,
     RELEASED,
     ModelSize,
+    Spread,
     take_memory,
 )
 from experiments.common import tables
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = [run for run in RUNS if run.part in args.only]
     console = Console(width=120)
     for run in tqdm(runs, unit="row", disable=None):
-        sizes = run.case, run.model, run.batch, args.steps, run.gpus
+        sizes = run.case, run.model, run.batch, args.steps, Spread(gpus=run.gpus)
         row = e2e.measured(*sizes, share=_SHARES.get(run.part, MEMORY_SHARE))
         rows = joined(rows, row | predicted(run), key)
         write_results(args.out, rows=rows, bars=bars(rows))

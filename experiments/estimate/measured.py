@@ -95,7 +95,8 @@ def estimate(case: str, model: ModelSize, batch: int, gpus: int = 1) -> MemoryEs
     tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)
     replicated = None
     if gpus > 1:
-        mesh = AbstractMesh((1, gpus, 1, 1), meshes.AXES)
+        sizes = tuple(gpus if axis == "fsdp" else 1 for axis in meshes.AXES)
+        mesh = AbstractMesh(sizes, meshes.AXES)
         replicated = state.params, meshes.param_shardings(state.params, mesh)
     return estimate_step(
         loss,

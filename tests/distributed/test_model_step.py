@@ -1,5 +1,7 @@
 """Tests that a step is measured on several devices as on one."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -17,8 +19,8 @@ MODEL = model_step.ModelSize(
 @pytest.mark.parametrize("case", ["coat", slow("bf16"), slow("te")])
 def test_a_step_on_two_devices_has_the_losses_of_one(case):
     """Two sequences on each of two devices are the batch of four of one device."""
-    one = model_step.measure(case, MODEL, 4, 2, gpus=1)
-    two = model_step.measure(case, MODEL, 2, 2, gpus=2)
+    one = model_step.measure(case, MODEL, 4, 2, model_step.Spread())
+    two = model_step.measure(case, MODEL, 2, 2, model_step.Spread(gpus=2))
     assert (two["mesh"], two["gpus"]) == ("fsdp=2", 2)
     assert two["first_loss"] == pytest.approx(one["first_loss"], rel=2e-3)
     assert two["last_loss"] == pytest.approx(one["last_loss"], rel=2e-3)
@@ -29,8 +31,10 @@ def test_a_step_on_two_devices_has_the_losses_of_one(case):
 
 @pytest.mark.slow
 def test_a_step_by_hand_has_the_losses_of_jit():
-    by_jit = model_step.measure("bf16", MODEL, 2, 2, gpus=2)
-    by_hand = model_step.measure(model_step.BY_HAND, MODEL, 2, 2, gpus=2)
+    by_jit = model_step.measure("bf16", MODEL, 2, 2, model_step.Spread(gpus=2))
+    by_hand = model_step.measure(
+        model_step.BY_HAND, MODEL, 2, 2, model_step.Spread(gpus=2)
+    )
     for name in ("first_loss", "last_loss"):
         assert by_hand[name] == pytest.approx(by_jit[name], rel=2e-3)
     for name in ("parameters_gib", "optimizer_gib"):
@@ -55,4 +59,21 @@ def test_gradients_by_hand_are_those_of_jit():
 
 def test_a_step_by_hand_needs_several_devices():
     with pytest.raises(ValueError, match="needs several devices, got one"):
-        model_step.measure(model_step.BY_HAND, MODEL, 2, 2, gpus=1)
+        model_step.measure(model_step.BY_HAND, MODEL, 2, 2, model_step.Spread())
+
+
+def test_a_step_with_spread_experts_is_measured():
+    model = model_step.ModelSize.of("moe-300m", seq=32)
+    model = dataclasses.replace(model, layers=1)
+    spread = model_step.Spread(gpus=2, expert=2, buffer=2.0)
+    row = model_step.measure("bf16", model, 1, 1, spread)
+    assert (row["mesh"], row["expert"], row["buffer"]) == ("expert=2", 2, 2.0)
+    assert row["first_loss"] > row["last_loss"]
+
+
+def test_experts_are_spread_over_divisors_of_models_that_have_them():
+    spread = model_step.Spread(gpus=2, expert=2)
+    with pytest.raises(ValueError, match="the model has none"):
+        model_step.measure("bf16", MODEL, 2, 1, spread)
+    with pytest.raises(ValueError, match="2 GPUs cannot be split into groups of 4"):
+        model_step.Spread(gpus=2, expert=4).mesh(MODEL)

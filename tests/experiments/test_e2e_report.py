@@ -34,8 +34,8 @@ def test_the_largest_model_fits():
 def test_on_a_gpu_each_case_of_the_largest_model_runs(monkeypatch):
     called = []
 
-    def measured(case, model, batch, steps, gpus):
-        called.append((model, batch, gpus))
+    def measured(case, model, batch, steps, spread):
+        called.append((model, batch, spread.gpus))
         return {"case": case, "error": "out of memory"} | vars(model)
 
     monkeypatch.setattr(live, "device_limit_bytes", lambda: 76 * _GIB)
@@ -56,7 +56,7 @@ def test_on_a_gpu_each_case_of_the_largest_model_runs(monkeypatch):
 def test_on_a_gpu_of_80_gb_a_released_step_of_13b_runs(monkeypatch):
     called = []
 
-    def measured(case, model, batch, steps, gpus):
+    def measured(case, model, batch, steps, spread):
         called.append((case, model))
         return {"case": case, "error": "out of memory"} | vars(model)
 
