@@ -1,18 +1,21 @@
 """Steps of a trainer that others wrote, with and without this library's two lines.
 
     uv run python -m experiments.bench.trainer --trainer flax
+    uv run python -m experiments.bench.trainer --trainer flax --gpus 1 2
     python -m experiments.bench.trainer --trainer tunix
 
-trains a Qwen 3 in BF16. `flax` is a model of plain Flax with `nnx.Optimizer`; `tunix`
-is tunix's own Qwen 3 in its `PeftTrainer`, which needs `pip install google-tunix`. The
-cases are `bf16`, each layer under `jax.checkpoint` and `optax.adamw` with float32
-moments; `bf16, all saved`, without checkpoints; and `ours`, which is `coat.fp8` of the
-model and `coat.fp8_adamw`. Each case runs in a process of its own, because the peak of
-memory is the process's.
+trains a Qwen 3 in BF16. `flax` is a model of plain Flax with `nnx.Optimizer`, or by
+`jax.jit` with `--gpus`, where each array is split along its largest axis over the GPUs,
+and `--batch` is the batch of a GPU. `tunix` is tunix's own Qwen 3 in its `PeftTrainer`,
+which needs `pip install google-tunix`. The cases are `bf16`, each layer under
+`jax.checkpoint` and `optax.adamw` with float32 moments; `bf16, all saved`, without
+checkpoints; and `ours`, which is `coat.fp8` of the model and `coat.fp8_adamw`. Each
+case runs in a process of its own, because the peak of memory is the process's.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -26,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import coat_jax as coat
 from experiments.common.foreign_layers import Modules, Qwen
@@ -36,6 +40,8 @@ from experiments.common.results import Bar, default_path, write_results
 CASES = ("bf16", "bf16, all saved", "ours")
 TRAINERS = ("flax", "tunix")
 _WIDE, _SPEED, _SPEED_WIDE, _PEAK = 4096, 1.2, 1.35, 0.55
+# On two GPUs: times BF16, and a GPU's share of the tokens/s of one.
+_SPEED_OF_TWO, _SHARE_OF_TWO = 1.47, 0.92
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,18 +54,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--hidden / --head-dim, the number of heads, must be a multiple of "
             f"--kv-heads, got {args.hidden} / {args.head_dim} and {args.kv_heads}"
         )
+    if args.gpus and args.trainer != "flax":
+        top.error(f"--gpus is for --trainer flax, got --trainer {args.trainer}")
     if args.case is not None:
         print(json.dumps(measured(args)))
         return
     rows = []
-    for case in CASES:
+    for gpus, case in itertools.product(args.gpus or [None], CASES):
         same = sys.argv[1:] if argv is None else list(argv)
         command = [sys.executable, "-m", "experiments.bench.trainer", *same]
-        run = subprocess.run(
-            [*command, "--case", case], stdout=subprocess.PIPE, text=True, check=False
-        )
+        command += ["--case", case] + (["--gpus", str(gpus)] if gpus else [])
+        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if run.returncode:  # It does not fit, for one.
-            rows.append(_sizes(args) | {"case": case, "error": "see the log"})
+            failed = {"case": case, "gpus": gpus, "error": "see the log"}
+            rows.append(_sizes(args) | failed)
         else:
             rows.append(json.loads(run.stdout.splitlines()[-1]))
         print(rows[-1], flush=True)
@@ -80,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=4)
     add("--seq", type=int, default=2048)
     add("--steps", type=int, default=20, help="that are timed, after 3 others")
+    add("--gpus", type=int, nargs="+", metavar="N", help="with --trainer flax")
     add("--case", choices=CASES, help="runs this case alone, and prints its row")
     add("--out", type=Path)
     return top
@@ -88,7 +97,10 @@ def parser() -> argparse.ArgumentParser:
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the row of one case: tokens/s and the peak of memory."""
     tx = coat.fp8_adamw(1e-4) if args.case == "ours" else _adamw(1e-4)
-    step = {"flax": _flax_step, "tunix": _tunix_step}[args.trainer](args, tx)
+    gpus, steps = None, {"flax": _flax_step, "tunix": _tunix_step}
+    if args.gpus:
+        [gpus], steps = args.gpus, {"flax": _split_step}
+    step = steps[args.trainer](args, tx)
     for number in range(3):
         step(number)
     start = time.perf_counter()
@@ -98,8 +110,9 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     stats = jax.local_devices()[0].memory_stats() or {}
     return _sizes(args) | {
         "case": args.case,
+        "gpus": gpus,
         "ms_per_step": 1e3 * seconds,
-        "tokens_per_s": args.batch * args.seq / seconds,
+        "tokens_per_s": args.batch * args.seq / seconds,  # Of a GPU.
         "peak_gib": stats.get("peak_bytes_in_use", 0) / 2**30,
         "loss": loss,
     }
@@ -107,12 +120,34 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
     """Returns the targets, relative to the fastest case in BF16."""
+    by_gpus: dict[int | None, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_gpus.setdefault(row.get("gpus"), []).append(row)
+    if None in by_gpus:
+        return _beside_bf16(rows)
+    targets = []
+    for gpus, of_them in by_gpus.items():
+        more = gpus is not None and gpus > 1
+        of_bf16 = _beside_bf16(of_them, _SPEED_OF_TWO if more else None)
+        targets += [bar._replace(name=f"{gpus} GPUs: {bar.name}") for bar in of_bf16]
+    ours = {row["gpus"]: row for row in rows if row["case"] == "ours"}
+    rates = {n: row["tokens_per_s"] for n, row in ours.items() if "error" not in row}
+    for gpus in sorted(rates.keys() - {1}) if 1 in rates else ():
+        name = f"{gpus} GPUs: tokens/s a GPU / one's"
+        targets.append(Bar.of(name, ">=", _SHARE_OF_TWO, rates[gpus] / rates[1]))
+    return targets
+
+
+def _beside_bf16(
+    rows: Sequence[dict[str, Any]], target: float | None = None
+) -> list[Bar]:
+    """Returns the targets among the cases of as many GPUs."""
     by_case = {row["case"]: row for row in rows if "error" not in row}
     if "ours" not in by_case or len(by_case) < 2:
         return []
     ours = by_case.pop("ours")
     fastest = max(by_case.values(), key=lambda row: row["tokens_per_s"])
-    target = _SPEED_WIDE if ours["hidden"] >= _WIDE else _SPEED
+    target = target or (_SPEED_WIDE if ours["hidden"] >= _WIDE else _SPEED)
     ratio = ours["tokens_per_s"] / fastest["tokens_per_s"]
     targets = [Bar.of("tokens/s / fastest BF16's", ">=", target, ratio)]
     if ours["peak_gib"]:
@@ -151,7 +186,8 @@ def _sizes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _path(args: argparse.Namespace) -> Path:
-    return default_path("bench_trainer", f"{args.trainer}_{args.hidden}")
+    split = "_gpus" if args.gpus else ""
+    return default_path("bench_trainer", f"{args.trainer}_{args.hidden}{split}")
 
 
 def _batch(args: argparse.Namespace, number: int) -> np.ndarray:
@@ -201,22 +237,25 @@ class _Checkpointed(nnx.Module):
         return nnx.remat(lambda layer, x: layer(x))(self.layer, x)
 
 
-def _flax_step(args: argparse.Namespace, tx: Any) -> Callable[[int], jax.Array]:
+def _model(args: argparse.Namespace) -> nnx.Module:
     wrap = _Checkpointed if args.case == "bf16" else lambda layer: layer
     model = _Model(args, wrap, nnx.Rngs(0))
-    if args.case == "ours":
-        model = coat.fp8(model)
+    return coat.fp8(model) if args.case == "ours" else model
+
+
+def _mean_loss(model: nnx.Module, tokens: jax.Array) -> jax.Array:
+    logits = model(tokens)[:, :-1].astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
+
+
+def _flax_step(args: argparse.Namespace, tx: Any) -> Callable[[int], jax.Array]:
+    model = _model(args)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @functools.partial(nnx.jit, donate_argnums=(0, 1))
     def step(model, optimizer, tokens):
-        def loss(model):
-            logits = model(tokens)[:, :-1].astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(
-                logits, tokens[:, 1:]
-            ).mean()
-
-        value, grads = nnx.value_and_grad(loss)(model)
+        value, grads = nnx.value_and_grad(_mean_loss)(model, tokens)
         optimizer.update(model, grads)
         return value
 
@@ -224,6 +263,47 @@ def _flax_step(args: argparse.Namespace, tx: Any) -> Callable[[int], jax.Array]:
     # than the step. It does so once for a cached step.
     cached = nnx.cached_partial(step, model, optimizer)
     return lambda number: cached(_batch(args, number))
+
+
+def _split_step(args: argparse.Namespace, tx: Any) -> Callable[[int], jax.Array]:
+    """Returns a step on `args.gpus` GPUs, which split all arrays."""
+    [gpus] = args.gpus
+    kinds = (AxisType.Auto,)
+    mesh = jax.make_mesh((gpus,), ("fsdp",), kinds, devices=jax.devices()[:gpus])
+    graph, params = nnx.split(_model(args))
+    places = jax.tree.map(functools.partial(_along_largest_axis, mesh), params)
+    state_places = coat.opt_state_sharding(tx, params, places)
+    state = jax.jit(tx.init, out_shardings=state_places)(params)
+    batch_place = NamedSharding(mesh, PartitionSpec("fsdp"))
+    placed = (places, state_places, NamedSharding(mesh, PartitionSpec()))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=placed)
+    def step(params, state, tokens):
+        def loss(params):
+            return _mean_loss(nnx.merge(graph, params), tokens)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    carry = [jax.device_put(params, places), state]
+
+    def step_and_keep(number: int) -> jax.Array:
+        batches = [_batch(args, gpus * number + i) for i in range(gpus)]
+        tokens = jax.device_put(np.concatenate(batches), batch_place)
+        *carry[:], value = step(*carry, tokens)
+        return value
+
+    return step_and_keep
+
+
+def _along_largest_axis(mesh: Mesh, array: jax.Array) -> NamedSharding:
+    """Returns a sharding that splits the largest axis, where the GPUs divide it."""
+    size = max(array.shape, default=0)
+    spec = [None] * array.ndim
+    if size and size % mesh.size == 0:
+        spec[array.shape.index(size)] = "fsdp"
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def _tunix_step(args: argparse.Namespace, tx: Any) -> Callable[[int], jax.Array]:

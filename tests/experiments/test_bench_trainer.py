@@ -38,6 +38,21 @@ def test_wide_models_have_another_bar():
     assert not speed.holds
 
 
+def test_bars_of_two_gpus_are_relative_to_one():
+    def of_gpus(gpus, bf16, ours):
+        rows = [("bf16", bf16), ("ours", ours)]
+        return [
+            _row(case, tokens_per_s=rate, peak_gib=0.0, hidden=4096) | {"gpus": gpus}
+            for case, rate in rows
+        ]
+
+    bars = trainer.bars(of_gpus(1, 100.0, 140.0) + of_gpus(2, 90.0, 126.0))
+    one, two, share = bars
+    assert (one.target, one.measured, one.holds) == (">= 1.35", 1.4, True)
+    assert (two.target, two.measured, two.holds) == (">= 1.47", 1.4, False)
+    assert (share.target, share.measured, share.holds) == (">= 0.92", 0.9, False)
+
+
 @pytest.mark.parametrize("wrong", [["--hidden", "100"], ["--kv-heads", "3"]])
 def test_heads_have_to_divide(wrong, capsys):
     with pytest.raises(SystemExit):
