@@ -311,7 +311,7 @@ def measure(
     model: ModelSize,
     batch: int,
     steps: int,
-    spread: Spread,
+    spread: Spread = Spread()
 ) -> Row:
     """Measures the time and memory of a case's training step.
 

@@ -59,7 +59,7 @@ def test_gradients_by_hand_are_those_of_jit():
 
 def test_a_step_by_hand_needs_several_devices():
     with pytest.raises(ValueError, match="needs several devices, got one"):
-        model_step.measure(model_step.BY_HAND, MODEL, 2, 2, model_step.Spread())
+        model_step.measure(model_step.BY_HAND, MODEL, 2, 2)
 
 
 def test_a_step_with_spread_experts_is_measured():
