@@ -38,6 +38,7 @@ from tqdm import tqdm
 from coat_jax.models import llama
 from experiments.bench.model_step import (
     BY_HAND,
+    ONE_GPU,
     RELEASED,
     ModelSize,
     Spread,
@@ -237,7 +238,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
             "ratio_to_bf16": rates.get(_identity(row | {"case": "bf16"})),
         }
         if _gpus(row) > 1:
-            one = row | dataclasses.asdict(Spread()) | {"xla_flags": ""}
+            one = row | dataclasses.asdict(ONE_GPU) | {"xla_flags": ""}
             references["ratio_to_one_gpu"] = alone.get(_identity(one))
         ratios = {k: _rate(row) / v for k, v in references.items() if v and _ran(row)}
         rows_with_ratios.append(row | ratios)

@@ -8,7 +8,7 @@ from typing import Any
 
 from coat_jax.memory.kinds import GIB
 from experiments.bench.e2e import measured
-from experiments.bench.model_step import RELEASED, ModelSize, Spread, measure
+from experiments.bench.model_step import RELEASED, ModelSize, measure
 from experiments.common.memory import device_limit_bytes
 from experiments.estimate.measured import estimate
 
@@ -53,7 +53,7 @@ def _on_cpu(case: str) -> Row:
 
 
 def _on_gpu(case: str, model: ModelSize) -> Row:
-    return measured(case, model, 1, _STEPS, Spread()) | predicted(case, model)
+    return measured(case, model, 1, _STEPS) | predicted(case, model)
 
 
 def predicted(case: str, model: ModelSize) -> Row:

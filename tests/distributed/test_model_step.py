@@ -19,7 +19,7 @@ MODEL = model_step.ModelSize(
 @pytest.mark.parametrize("case", ["coat", slow("bf16"), slow("te")])
 def test_a_step_on_two_devices_has_the_losses_of_one(case):
     """Two sequences on each of two devices are the batch of four of one device."""
-    one = model_step.measure(case, MODEL, 4, 2, model_step.Spread())
+    one = model_step.measure(case, MODEL, 4, 2, model_step.ONE_GPU)
     two = model_step.measure(case, MODEL, 2, 2, model_step.Spread(gpus=2))
     assert (two["mesh"], two["gpus"]) == ("fsdp=2", 2)
     assert two["first_loss"] == pytest.approx(one["first_loss"], rel=2e-3)

@@ -34,14 +34,14 @@ def test_the_largest_model_fits():
 def test_on_a_gpu_each_case_of_the_largest_model_runs(monkeypatch):
     called = []
 
-    def measured(case, model, batch, steps, spread):
-        called.append((model, batch, spread.gpus))
+    def measured(case, model, batch, steps):
+        called.append((model, batch))
         return {"case": case, "error": "out of memory"} | vars(model)
 
     monkeypatch.setattr(live, "device_limit_bytes", lambda: 76 * _GIB)
     monkeypatch.setattr(live, "measured", measured)
     rows = live.measured_here()
-    assert called == [(ModelSize(), 1, 1)] * 4
+    assert called == [(ModelSize(), 1)] * 4
     assert [row["case"] for row in rows] == ["bf16", "te", "coat", "coat_max"]
     peaks = [row["predicted_peak_gib"] for row in rows]
     # In BF16 the 7B model takes 12 bytes for each of 6.7 billion parameters.
@@ -56,7 +56,7 @@ def test_on_a_gpu_each_case_of_the_largest_model_runs(monkeypatch):
 def test_on_a_gpu_of_80_gb_a_released_step_of_13b_runs(monkeypatch):
     called = []
 
-    def measured(case, model, batch, steps, spread):
+    def measured(case, model, batch, steps):
         called.append((case, model))
         return {"case": case, "error": "out of memory"} | vars(model)
 
