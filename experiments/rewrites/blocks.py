@@ -1,5 +1,6 @@
 """Blocks of random programs: matmuls, what stands around them, and their calls."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -202,7 +203,7 @@ def block(draw: Draw) -> Step:
 
 
 # Calls of a block, as functions of the surroundings, of the block as a function of
-# parameters and array, and of the array.
+# parameters, array and integers, and of the array.
 
 
 def _called_twice(env, fn, h):
@@ -221,12 +222,15 @@ def _chosen(env, fn, h):
 
 
 def _with_rule(env, fn, h):
+    def backward(saved, g):
+        params, h, numbers = saved
+        pullback = jax.vjp(lambda p, h: fn(p, h, numbers), params, h)[1]
+        return *pullback(g / 2), None
+
+    # JAX has no rules for functions that close over traced arrays.
     ruled = jax.custom_vjp(fn)
-    ruled.defvjp(
-        lambda p, h: (fn(p, h), (p, h)),
-        lambda saved, g: jax.vjp(fn, *saved)[1](g / 2),
-    )
-    return ruled(dict(env.params), h)
+    ruled.defvjp(lambda *arrays: (fn(*arrays), arrays), backward)
+    return ruled(dict(env.params), h, env.numbers)
 
 
 def _gradient_inside(env, fn, h):
@@ -243,7 +247,11 @@ def _calling(call: Callable[..., Array]) -> Maker:
         inner = block(draw)
 
         def step(env, h):
-            return call(env, lambda p, h: inner(env.with_params(p), h), h)
+            def fn(params, h, numbers=env.numbers):
+                around = env.with_params(params)
+                return inner(dataclasses.replace(around, numbers=numbers), h)
+
+            return call(env, fn, h)
 
         return step
 

@@ -5,12 +5,11 @@ that is beyond the bound is ill-conditioned if the oracle moves as much when eac
 matmuls has random errors as large as the errors of codes, and so has each softmax.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ from jax.extend import core
 import coat_jax as coat
 from experiments.rewrites.interpreter import interpreted
 from experiments.rewrites.programs import Program
+from experiments.rewrites.verdicts import Judged
 
-Verdict = Literal["within the bound", "ill-conditioned", "beyond the bound", "error"]
 _IS_WIDE = jnp.dtype(jnp.float8_e4m3fn).itemsize > 1
 # The largest error relative to an array's norm, and the errors of single codes.
 _BOUND, _CODE_ERROR = (0.02, 1e-3) if _IS_WIDE else (0.25, 0.04)
@@ -30,31 +29,6 @@ _FACTOR = 6  # Errors up to this times the oracle's own are its condition.
 # Gradients that are zero in exact arithmetic have a norm of rounding errors. Errors are
 # relative to this much for each element at least; a gradient of the result is 1.
 _FLOOR = 0.05
-
-
-@dataclasses.dataclass(frozen=True)
-class Judged:
-    """The verdict on a program.
-
-    Attributes:
-      verdict: The verdict.
-      error: The largest error of a result or gradient, relative to its norm.
-      own: The error of the oracle itself, with errors in its matmuls.
-      saved: The bytes that are saved, with and without marks in the program.
-      said: The message of an exception.
-    """
-
-    verdict: Verdict
-    error: float = 0.0
-    own: float = 0.0
-    saved: tuple[int, int] = (0, 0)
-    said: str = ""
-
-    @property
-    def is_wrong(self) -> bool:
-        """True for a fault of the library, or of this experiment."""
-        is_beyond = self.verdict in ("beyond the bound", "error")
-        return is_beyond or self.saved[0] != self.saved[1]
 
 
 def judged(program: Program) -> Judged:

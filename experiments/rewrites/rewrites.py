@@ -6,56 +6,37 @@ without FP8. The exit code is 1 if a program is wrong.
 """
 
 import argparse
+import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jax
 from tqdm import tqdm
 
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
-from experiments.rewrites.wide import widen
+from experiments.rewrites.verdicts import Judged, Outcome
+from experiments.rewrites.workers import outcomes
 
-if TYPE_CHECKING:
-    from experiments.rewrites.judge import Judged
-    from experiments.rewrites.programs import Program
-
-_KEPT = 200  # The programs after which compiled operations are forgotten.
-
-
-def run(seeds: range) -> list[tuple["Program", "Judged"]]:
-    """Judges the programs of some seeds, and prints those that are wrong."""
-    # The library reads dtypes when it is imported.
-    from experiments.rewrites.judge import judged
-    from experiments.rewrites.programs import random_program
-
-    verdicts = []
-    for count, seed in enumerate(tqdm(seeds, unit="program", disable=None)):
-        program = random_program(seed)
-        verdict = judged(program)
-        verdicts.append((program, verdict))
-        if verdict.is_wrong:
-            elements = ", ".join(program.elements)
-            tqdm.write(f"{seed}: {verdict.verdict}: {verdict.said} ({elements})")
-        if count % _KEPT == _KEPT - 1:
-            jax.clear_caches()
-    return verdicts
+_WRITTEN = 500  # The programs after which the results file is written.
+# The threads of XLA, and of NumPy.
+_ONE_THREAD = {"NPROC": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def rows_of(judged_programs: list[tuple["Program", "Judged"]]) -> list[dict[str, Any]]:
-    """Returns a row for each element of the grammar, and one for all programs."""
-    elements = {"all": [verdict for _, verdict in judged_programs]}
-    for program, verdict in judged_programs:
-        for element in program.elements:
+def rows_of(results: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """Returns a row for all programs, and one for each element of the grammar."""
+    elements: dict[str, list[Judged]] = {"all": []}
+    for _, names, verdict in results:
+        for element in ("all", *names):
             elements.setdefault(element, []).append(verdict)
     return [
         {"element": element} | _counts(verdicts)
-        for element, verdicts in sorted(elements.items(), key=lambda e: e[0] != "all")
+        for element, verdicts in elements.items()
     ]
 
 
-def _counts(verdicts: list["Judged"]) -> dict[str, int]:
+def _counts(verdicts: list[Judged]) -> dict[str, int]:
     counts = Counter(verdict.verdict for verdict in verdicts)
     return {
         "programs": len(verdicts),
@@ -84,26 +65,55 @@ def _arguments() -> argparse.Namespace:
     parser = new_parser("experiments.rewrites.rewrites", __doc__ or "")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument(
+        "--processes", type=int, default=1, help="each judges programs on one thread"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="no program starts later; default: no limit"
+    )
     parser.add_argument("--out", type=Path, default=default_path("rewrites"))
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.processes < 1:
+        parser.error(f"--processes must be at least 1, got {arguments.processes}")
+    return arguments
+
+
+def _write(arguments: argparse.Namespace, results: list[Outcome]) -> list[Bar]:
+    """Writes the results file of the programs that ran, and returns its targets."""
+    results = sorted(results)
+    rows = rows_of(results)
+    bars = bars_of(rows)
+    wrong = [
+        {"seed": seed, "verdict": verdict.verdict, "said": verdict.said}
+        for seed, _, verdict in results
+        if verdict.is_wrong
+    ]
+    seeds = {
+        "first_seed": arguments.first_seed,
+        "programs": arguments.programs,
+        "programs that ran": len(results),
+    }
+    write_results(arguments.out, rows=rows, bars=bars, seeds=seeds, wrong=wrong)
+    return bars
 
 
 def main() -> int:
-    """Runs the programs, and writes a results file."""
+    """Runs the programs, prints those that are wrong, and writes a results file."""
     arguments = _arguments()
-    first = arguments.first_seed
-    seeds = range(first, first + arguments.programs)
-    widen()
-    verdicts = run(seeds)
-    rows = rows_of(verdicts)
-    bars = bars_of(rows)
-    wrong = [
-        {"seed": program.seed, "verdict": verdict.verdict, "said": verdict.said}
-        for program, verdict in verdicts
-        if verdict.is_wrong
-    ]
-    spans = {"first_seed": first, "programs": arguments.programs}
-    write_results(arguments.out, rows=rows, bars=bars, seeds=spans, wrong=wrong)
+    first, count = arguments.first_seed, arguments.programs
+    seeds = range(first, first + count)
+    os.environ |= _ONE_THREAD  # Processes read them when they import NumPy and JAX.
+    as_they_end = outcomes(seeds, arguments.processes, arguments.seconds)
+    results = []
+    for outcome in tqdm(as_they_end, total=count, unit="program", disable=None):
+        results.append(outcome)
+        seed, names, verdict = outcome
+        if verdict.is_wrong:
+            elements = ", ".join(names)
+            tqdm.write(f"{seed}: {verdict.verdict}: {verdict.said} ({elements})")
+        if len(results) % _WRITTEN == 0:
+            _write(arguments, results)
+    bars = _write(arguments, results)
     return int(not all(bar.holds for bar in bars))
 
 

@@ -1,0 +1,39 @@
+"""Verdicts on programs, which processes send each other without the library."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+Verdict = Literal["within the bound", "ill-conditioned", "beyond the bound", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """The verdict on a program.
+
+    Attributes:
+      verdict: The verdict.
+      error: The largest error of a result or gradient, relative to its norm.
+      own: The error of the oracle itself, with errors in its matmuls.
+      saved: The bytes that are saved, with and without marks in the program.
+      said: The message of an exception.
+    """
+
+    verdict: Verdict
+    error: float = 0.0
+    own: float = 0.0
+    saved: tuple[int, int] = (0, 0)
+    said: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """True for a fault of the library, or of this experiment."""
+        is_beyond = self.verdict in ("beyond the bound", "error")
+        return is_beyond or self.saved[0] != self.saved[1]
+
+
+class Outcome(NamedTuple):
+    """A program's seed, the names of its elements, and the verdict on it."""
+
+    seed: int
+    elements: tuple[str, ...]
+    judged: Judged
