@@ -9,4 +9,5 @@
 - `training`: the compiled programs of a variant, and a training with one seed.
 - `rows`: the file to which every finished training is added at once.
 - `summary`: differences to the reference with their intervals, as table and figure.
+- `join`: one results file of several processes' files.
 """

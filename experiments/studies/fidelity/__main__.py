@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from tqdm import tqdm
 
 from experiments.common.programs import new_parser, one_line
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{study.file} keeps what is finished; the same command goes on")
         return _CANCELLED
-    study.write()
+    summary.report(study.write(), study.out)
     for name, error in study.errors.items():
         print(f"error: {name} did not train: {error}", file=sys.stderr)
     return 1 if study.errors else 0
@@ -220,7 +219,7 @@ class Study:
         windows: tuple[jax.Array, jax.Array],
         bar: tqdm,
     ) -> None:
-        """Trains once, and adds the row to the file."""
+        """Trains once, and adds the row to both files."""
         try:
             losses = training.train(self.setup, programs, seed, windows, bar.update)
         except jax.errors.JaxRuntimeError as error:
@@ -231,35 +230,20 @@ class Study:
         row |= {"reference": variant.reference, "device": device()["name"]}
         files.add(self.file, row)
         self.finished.append(row)
+        self.write()
 
-    def write(self) -> None:
-        """Writes the results file and its figure, and prints the differences."""
+    def write(self) -> dict[str, Any]:
+        """Writes the results file, and returns its contents."""
         differences = summary.differences(self.finished)
-        unit = "percent" if self.setup.regime == "text" else "nats"
-        settings = dataclasses.asdict(self.setup)
         extra = {
             "regime": self.setup.regime,
-            "settings": settings,
+            "settings": dataclasses.asdict(self.setup),
             "summary": differences,
         }
         extra |= {"data": self.data.fingerprint, "errors": self.errors}
         extra["test_tokens"] = self.data.test[:, 1:].size
         bars = summary.bars(differences, self.setup.regime)
-        write_results(self.out, rows=self.finished, bars=bars, **extra)
-        if differences:
-            title = self._title()
-            figure = summary.figure(differences, title, unit)
-            figure.savefig(self.out.with_suffix(".png"))
-            Console(width=200).print(summary.table(differences, title, unit))
-        print(f"{self.out}, with {len(self.finished)} trainings")
-
-    def _title(self) -> str:
-        s = self.setup
-        tokens = s.steps * s.batch_size * s.seq_len
-        return (
-            f"{s.regime}: {s.shape.layers} layers of {s.shape.hidden}, "
-            f"{s.steps} steps, {tokens / 1e6:,.1f} million bytes"
-        )
+        return write_results(self.out, rows=self.finished, bars=bars, **extra)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""The file to which every finished training is added at once, a JSON object a line.
-
-Files of several processes, with other seeds, can be joined by `cat`.
-"""
+"""The file to which every finished training is added at once, a JSON object a line."""
 
 import json
 import os

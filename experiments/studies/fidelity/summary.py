@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
+from rich.console import Console
 from rich.table import Table
 
 from experiments.common import tables
@@ -128,9 +130,36 @@ def table(summary: Sequence[Row], title: str, unit: str) -> Table:
     return tables.table(title, columns(unit), lines(summary))
 
 
+def report(results: Mapping[str, Any], out: Path) -> None:
+    """Prints the differences of a results file, and draws them beside it.
+
+    Args:
+      results: The file's contents.
+      out: The file.
+    """
+    if differences := results["summary"]:
+        title, unit = _title(results), _unit(results)
+        figure(differences, title, unit).savefig(out.with_suffix(".png"))
+        Console(width=200).print(table(differences, title, unit))
+    print(f"{out}, with {len(results['rows'])} trainings")
+
+
+def _unit(results: Mapping[str, Any]) -> str:
+    return "percent" if results["regime"] == "text" else "nats"
+
+
+def _title(results: Mapping[str, Any]) -> str:
+    s = results["settings"]
+    tokens = s["steps"] * s["batch_size"] * s["seq_len"]
+    return (
+        f"{results['regime']}: {s['shape']['layers']} layers of "
+        f"{s['shape']['hidden']}, {s['steps']} steps, {tokens / 1e6:,.1f} million bytes"
+    )
+
+
 def section(results: Mapping[str, Any]) -> str:
     """Returns a results file's differences in Markdown, for a page."""
-    unit = "percent" if results["regime"] == "text" else "nats"
+    unit = _unit(results)
     return tables.markdown(columns(unit), lines(results["summary"]))
 
 

@@ -1,0 +1,95 @@
+"""Joins results of processes that trained other seeds or variants with one setup.
+
+    uv run python -m experiments.studies.fidelity.join a.json b.json --out ab.json
+
+The processes may run at the same time, each on a GPU and with a results file of its
+own. Device and versions are those of the files, so that this can run anywhere.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.common.programs import new_parser, one_line
+from experiments.common.results import read_results, write_json
+from experiments.studies.fidelity import summary
+
+Results = dict[str, Any]
+# What trainings that are compared have in common.
+_SHARED = ("regime", "settings", "data", "test_tokens")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        results = joined(args.files)
+    except (OSError, ValueError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(args.out, results)
+    summary.report(results, args.out)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    top = new_parser("experiments.studies.fidelity.join", __doc__)
+    top.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    top.add_argument("--out", required=True, type=Path, help="a figure goes beside it")
+    return top
+
+
+def joined(paths: Sequence[Path]) -> Results:
+    """Returns the contents of a results file with the trainings of all files.
+
+    Raises:
+      ValueError: If a file is no results file of this study, has other settings, data,
+        devices or packages than the first, or a training that another one has.
+    """
+    files = [_read(path) for path in paths]
+    first, rows = files[0], {}
+    for path, results in zip(paths, files, strict=True):
+        for name, value in _common(results).items():
+            if value != _common(first)[name]:
+                raise ValueError(f"{path} and {paths[0]} differ in their {name}")
+        for row in results["rows"]:
+            run = row["variant"], row["seed"]
+            if run in rows:
+                raise ValueError(
+                    f"{path} has {run[0]} with seed {run[1]}, as another file does"
+                )
+            rows[run] = row
+    commits = dict.fromkeys(str(results["versions"]["commit"]) for results in files)
+    errors = {k: v for results in files for k, v in results["errors"].items()}
+    differences = summary.differences(list(rows.values()))
+    bars = summary.bars(differences, first["regime"])
+    return first | {
+        "command": "; ".join(results["command"] for results in files),
+        "date": max(results["date"] for results in files),
+        "versions": first["versions"] | {"commit": ", ".join(commits)},
+        "rows": list(rows.values()),
+        "bars": [bar._asdict() for bar in bars],
+        "summary": differences,
+        "errors": errors,
+    }
+
+
+def _read(path: Path) -> Results:
+    results = read_results(path)
+    if missing := {*_SHARED, "summary", "errors", "versions"} - results.keys():
+        raise ValueError(f"{path} is no file of this study: it has no {min(missing)}")
+    return results
+
+
+def _common(results: Results) -> dict[str, Any]:
+    """Returns what must be equal in all files, by its name in messages."""
+    packages = {k: v for k, v in results["versions"].items() if k != "commit"}
+    shared = {name: results[name] for name in _SHARED}
+    return shared | {"device": results["device"], "packages": packages}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
