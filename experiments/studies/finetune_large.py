@@ -10,7 +10,6 @@ earlier one ended. Several processes may share the folder of runs, each with oth
 preset that is smaller makes it a test of the program on a CPU.
 """
 
-import json
 import signal
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from experiments.common.results import (
 )
 from experiments.common.tables import bars as bars_table
 from experiments.finetune.settings import FinetuneRun
-from experiments.studies import made_up
 from experiments.training.interrupts import STOPPED
 from experiments.training.report import recipe_summaries
 
@@ -44,6 +42,8 @@ _TRAININGS: dict[str, list[str]] = {
 }
 _INTERRUPTED = "all-coat"
 _POLL = 0.2  # Seconds.
+_PYTHON = [sys.executable, "-m"]
+_MADE_UP = [*_PYTHON, "experiments.studies.made_up"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,19 +65,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--join", action="store_true", help="trains nothing, joins what is done")
     add("--out", type=Path, default=default_path("finetune_real", "finetune_large"))
     args = top.parse_args(argv)
-    model = args.runs / args.preset
-    if not args.join and not (model / "config.json").exists():
-        made_up.write(model, made_up.llama.CONFIGS[args.preset])
-    rows = []
-    for name in args.trainings:
-        folder = args.runs / name
-        if not args.join:
-            flags = ["--model", str(model), "--seq-len", str(args.seq_len)]
+    folders = {name: args.runs / name for name in args.trainings}
+    if args.join:
+        folders = {k: v for k, v in folders.items() if _is_trained(v, args.steps)}
+        if not folders:
+            top.error(f"no training in {args.runs} is done")
+    else:
+        model = args.runs / args.preset
+        flags = ["--model", str(model), "--seq-len", str(args.seq_len)]
+        # No array of this process may take the memory that is measured.
+        if not (model / "config.json").exists():
+            _run([*_MADE_UP, str(model), "--preset", args.preset])
+        for name, folder in folders.items():
             _train(folder, [*flags, *_TRAININGS[name]], args.steps)
-        elif not _is_trained(folder, args.steps):
-            continue
-        rows.append({"training": name} | _measured(folder))
-        print(json.dumps(rows[-1]), flush=True)
+    rows = [{"training": name} | _measured(folder) for name, folder in folders.items()]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_results(args.out, rows=rows, bars=_bars(rows))
     Console().print(bars_table(_bars(rows)))
@@ -90,7 +91,7 @@ def _train(folder: Path, flags: Sequence[str], steps: int) -> None:
     Raises:
       RuntimeError: If a process fails, or ends before it is interrupted.
     """
-    command = [sys.executable, "-m", "experiments.finetune"]
+    command = [*_PYTHON, "experiments.finetune"]
     resume = [*command, "--resume", str(folder)]
     half = str(max(1, steps // 2))
     options = ["--batch-size", "1", "--eval-batches", "2", "--test-questions", "8"]
@@ -135,7 +136,7 @@ def _measured(folder: Path) -> dict[str, Any]:
     (measured,) = recipe_summaries(run).values()
     names = ("parameters", "step_bytes", "device_peak_bytes", "tokens_per_s")
     row = {name: measured[name] for name in (*names, "train_loss", "val_loss")}
-    return {"steps": run.steps} | row
+    return {"steps": run.steps, "seq_len": run.settings.seq_len} | row
 
 
 def _bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
