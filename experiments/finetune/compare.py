@@ -16,7 +16,7 @@ for one seed.
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,9 @@ from experiments.training.plots import curve
 from experiments.training.rows import read_rows
 
 _MOST_SEEDS = 10
+
+# The records of answers by recipe, and those "before" the training.
+type Answers = dict[str, list[dict[str, Any]]]
 
 
 class Hits(NamedTuple):
@@ -121,7 +124,7 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
         "differences": differences,
         "training": training_of(folders[0]),
         "curves": [row for seed, f in enumerate(folders) for row in curves_of(f, seed)],
-        "samples": samples_of(folders[0]),
+        "samples": samples_of(answers_of(folders[0])),
     }
 
 
@@ -144,11 +147,9 @@ def curves_of(folder: Path, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def samples_of(folder: Path) -> list[dict[str, str]]:
+def samples_of(answers: Answers) -> list[dict[str, str]]:
     """Returns a run's answers to the first question of each family."""
-    records = [
-        record for of_recipe in _answers(folder).values() for record in of_recipe
-    ]
+    records = [record for of_recipe in answers.values() for record in of_recipe]
     first = {record["family"]: record["question"] for record in records[::-1]}
     keys = ("recipe", "family", "question", "expected", "given")
     return [
@@ -158,9 +159,9 @@ def samples_of(folder: Path) -> list[dict[str, str]]:
     ]
 
 
-def _answers(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Returns the answers of a finished run by recipe."""
-    by_recipe: dict[str, list[dict[str, Any]]] = {}
+def answers_of(folder: Path) -> Answers:
+    """Returns the answers of a finished run."""
+    by_recipe: Answers = {}
     for line in (folder / "answers.jsonl").read_text().splitlines():
         record = json.loads(line)
         by_recipe.setdefault(record["recipe"], []).append(record)
@@ -173,16 +174,27 @@ def read_hits(folders: Sequence[Path]) -> Hits:
     Raises:
       ValueError: If the runs have other recipes or questions than the first.
     """
-    runs = [_answers(folder) for folder in folders]
-    first = runs[0]
+    return hits_of({str(folder): answers_of(folder) for folder in folders})
+
+
+def hits_of(runs: Mapping[str, Answers]) -> Hits:
+    """Returns the answers of runs by their names.
+
+    Raises:
+      ValueError: If the runs have other recipes or questions than the first.
+    """
+    first_name, first = next(iter(runs.items()))
     all_questions = [(a["family"], a["question"]) for a in first["before"]]
-    for folder, of_run in zip(folders, runs, strict=True):
+    for name, of_run in runs.items():
         if list(of_run) != list(first):
-            raise ValueError(f"{folder} has the recipes {', '.join(of_run)}")
+            raise ValueError(f"{name} has the recipes {', '.join(of_run)}")
         for answers in of_run.values():
             if [(a["family"], a["question"]) for a in answers] != all_questions:
-                raise ValueError(f"{folder} has other questions than {folders[0]}")
-    exact = [[[a["exact"] for a in of_run[name]] for of_run in runs] for name in first]
+                raise ValueError(f"{name} has other questions than {first_name}")
+    exact = [
+        [[a["exact"] for a in of_run[recipe]] for of_run in runs.values()]
+        for recipe in first
+    ]
     return Hits(
         list(first), [family for family, _ in all_questions], np.array(exact, float)
     )

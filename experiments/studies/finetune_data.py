@@ -21,7 +21,7 @@ from typing import Any
 from experiments.finetune import tasks
 
 PROBLEMS, DIALOGUES = "gsm_symbolic", "dialogues"
-_TRAIN, _TEST = 4000, 500  # Word problems of each source.
+_TRAIN, _TEST = 4000, 1000  # Word problems of each source.
 _TEST_SHARE = 0.1
 
 

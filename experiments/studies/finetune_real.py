@@ -3,15 +3,18 @@
     uv run python -m experiments.studies.finetune_real --model FOLDER --data FOLDER
 
 `experiments.finetune.smollm2` makes the model's folder, and
-`experiments.studies.finetune_data` the data's. Each seed is a run of
+`experiments.studies.finetune_data` the data's. Each seed of a recipe is a run of
 `experiments.finetune` in a folder of its own, and the same command goes on where an
-earlier one ended. Word problems are asked before and after, and a checker compares the
-last number. Dialogues count in losses alone. Hidden size 576 takes few of the kernels,
-so that the results are of quality and not of speed.
+earlier one ended. Several processes may share the folder of runs, each with other
+`--recipes`; `--join` then trains nothing, and takes the seeds that all recipes have.
+
+Word problems are asked before and after, and a checker compares the last number.
+Dialogues count in losses alone. Hidden size 576 takes few of the kernels, so that the
+results are of quality and not of speed.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,39 +49,80 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seeds", type=int, default=5, help="runs, of seeds 0, 1, ... (5)")
     add("--recipes", default=_RECIPES, help=f"({_RECIPES})")
     add("--runs", type=Path, default=Path("runs/finetune-real"))
+    add("--join", action="store_true", help="trains nothing, joins finished runs")
     add("--out", type=Path, default=default_path("finetune_real", "finetune_real"))
     args, flags = top.parse_known_args(argv)
-    data = ["--data", str(args.data / "train.jsonl")]
-    data += ["--test", str(args.data / "test.jsonl")]
-    shared = ["--model", str(args.model), "--recipes", args.recipes, *data]
-    folders = [args.runs / f"seed-{seed}" for seed in range(args.seeds)]
-    for seed, folder in enumerate(folders):
-        options = [*shared, *_FLAGS, *flags, "--seed", str(seed)]
-        if code := compare.run_seed(folder, options):
+    recipes = args.recipes.split(",")
+    runs = {
+        seed: [args.runs / recipe / f"seed-{seed}" for recipe in recipes]
+        for seed in range(args.seeds)
+    }
+    if args.join:
+        runs = {
+            seed: folders for seed, folders in runs.items() if _are_finished(folders)
+        }
+        if not runs:
+            top.error(f"no seed in {args.runs} has finished runs of {args.recipes}")
+    else:
+        data = ["--data", str(args.data / "train.jsonl")]
+        data += ["--test", str(args.data / "test.jsonl")]
+        if code := _train(runs, ["--model", str(args.model), *data, *_FLAGS, *flags]):
             return code
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    results = summarized(folders)
+    results = summarized(runs)
     write_results(args.out, **results)
     Console().print(bars_table(results["bars"]))
     print(args.out)
     return 0
 
 
-def summarized(folders: Sequence[Path]) -> dict[str, Any]:
-    """Returns the entries of a results file about finished runs of all seeds."""
-    hits = problems_of(compare.read_hits(folders))
-    differences, losses = compare.paired(hits), _losses(folders)
+def _train(runs: Mapping[int, Sequence[Path]], flags: Sequence[str]) -> int:
+    """Trains what is not finished; returns an exit code."""
+    for seed, folders in runs.items():
+        for folder in folders:
+            recipe = folder.parent.name
+            options = [*flags, "--recipes", recipe, "--seed", str(seed)]
+            if code := compare.run_seed(folder, options):
+                return code
+    return 0
+
+
+def _are_finished(folders: Sequence[Path]) -> bool:
+    return all((folder / "summary.json").exists() for folder in folders)
+
+
+def summarized(runs: Mapping[int, Sequence[Path]]) -> dict[str, Any]:
+    """Returns the entries of a results file about the finished runs of each seed.
+
+    Args:
+      runs: The folders of each seed, one for each recipe.
+    """
+    answers = {f"seed {seed}": _answers(folders) for seed, folders in runs.items()}
+    hits = problems_of(compare.hits_of(answers))
+    differences, losses = compare.paired(hits), _losses(runs)
     return {
         "rows": compare.shares(hits),
         "bars": _bars(differences, losses) if _suffices(hits) else [],
         "differences": differences,
         "losses": losses,
-        "training": compare.training_of(folders[0]),
+        "training": compare.training_of(next(iter(runs.values()))[0]),
         "curves": [
-            row for seed, f in enumerate(folders) for row in compare.curves_of(f, seed)
+            row
+            for seed, folders in runs.items()
+            for folder in folders
+            for row in compare.curves_of(folder, seed)
         ],
-        "samples": compare.samples_of(folders[0]),
+        "samples": compare.samples_of(next(iter(answers.values()))),
     }
+
+
+def _answers(folders: Sequence[Path]) -> compare.Answers:
+    """Returns the answers of a seed's runs, and those before the first of them."""
+    answers: compare.Answers = {}
+    for folder in folders:
+        for name, of_model in compare.answers_of(folder).items():
+            answers.setdefault(name, of_model)
+    return answers
 
 
 def problems_of(hits: compare.Hits) -> compare.Hits:
@@ -88,23 +132,18 @@ def problems_of(hits: compare.Hits) -> compare.Hits:
     return compare.Hits(hits.recipes, families, hits.exact[:, :, is_problem])
 
 
-def _losses(folders: Sequence[Path]) -> list[dict[str, Any]]:
+def _losses(runs: Mapping[int, Sequence[Path]]) -> list[dict[str, Any]]:
     """Returns the losses of each recipe and seed, and its perplexity."""
     rows = []
-    for seed, folder in enumerate(folders):
-        summary = read_results(folder / "summary.json")
-        before = summary["perplexity"]["before"]
-        for recipe, measured in summary["recipes"].items():
-            rows.append(
-                {
-                    "recipe": recipe,
-                    "seed": seed,
-                    "train_loss": measured["train_loss"],
-                    "val_loss": measured["val_loss"],
-                    "perplexity": summary["perplexity"][recipe],
-                    "perplexity_before": before,
-                }
-            )
+    for seed, folders in runs.items():
+        for folder in folders:
+            summary = read_results(folder / "summary.json")
+            perplexity = summary["perplexity"]
+            for recipe, measured in summary["recipes"].items():
+                row = {"recipe": recipe, "seed": seed}
+                row |= {key: measured[key] for key in ("train_loss", "val_loss")}
+                row["perplexity"] = perplexity[recipe]
+                rows.append(row | {"perplexity_before": perplexity["before"]})
     return rows
 
 

@@ -23,6 +23,7 @@ Tokenizer = Literal["bytes", "bpe"]
 TokenDtype = Literal["uint16", "uint32"]
 _CHUNK, _CHUNKS = 2**15, 2**12
 _SCANNED = 2**26  # Tokens that are read at a time to check them.
+_ENDLESS = 2**62  # Windows that no training reads.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +206,9 @@ def train_batches(
       rows: The rows of each batch that are read and returned; None means all.
     """
     # The order is one of numbers, so that a process reads its own windows alone.
-    dataset = grain.MapDataset.source(range(len(windows))).seed(seed).shuffle().repeat()
+    dataset = grain.MapDataset.source(range(len(windows))).seed(seed).shuffle()
+    # Grain's own endless length is no number of batches of one window.
+    dataset = dataset.repeat(max(1, _ENDLESS // len(windows)))
     if rows is None:
         rows = np.arange(batch_size)
 

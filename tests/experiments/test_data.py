@@ -152,6 +152,16 @@ def test_batches_visit_every_window_each_epoch_in_new_order():
     assert next(other)[:, 0].tolist() != orders[0][:5]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_batches_of_one_window_have_no_end(count):
+    batches = data.train_batches(
+        _windows([np.arange(4 * count + 1)]), batch_size=1, seed=0
+    )
+    starts = [int(next(batches)[0, 0]) for _ in range(2 * count)]
+    epochs = starts[:count], starts[count:]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(0, 4 * count, 4))] * 2
+
+
 def test_rows_of_batches_are_read_alone():
     class Counted(data.Windows):
         def __getitem__(self, index):
