@@ -4,14 +4,18 @@
 
 times layers of several kinds, forward and backward, in BF16: as they are, with
 `coat.fp8_remat`, with `dot_general=coat.fp8_dot_general`, with both, and converted by
-`coat.fp8`. Llama layers are compared with this library's own layer, too. All cases of a
-layer are timed in turns. U is the size of the residual stream in BF16.
+`coat.fp8`. Decoder layers are compared with this library's own layer, too, in its
+`coat` recipe and in BF16. All cases of a layer are timed in turns. U is the size of the
+residual stream in BF16. Shapes as those of Qwen3-8B and of Gemma 2:
+
+    uv run python -m experiments.bench.foreign --layers qwen --intermediate 12288
+    uv run python -m experiments.bench.foreign --layers "gemma 2" --head-dim 256
 """
 
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,8 +28,19 @@ from rich.table import Table
 from tqdm import tqdm
 
 import coat_jax as coat
+from coat_jax.layers.attention import Scores
 from experiments.common import tables
-from experiments.common.foreign_layers import LAYERS, FlaxLlama, made
+from experiments.common.foreign_layers import (
+    LAYERS,
+    SOFTCAP,
+    ConstrainedLlama,
+    FlaxLlama,
+    Gemma2,
+    Layer,
+    NamedLlama,
+    Qwen,
+    made,
+)
 from experiments.common.layer_cases import CASES as LAYER_CASES
 from experiments.common.layer_cases import Shape, layer, normal, random_params
 from experiments.common.programs import new_parser, rows_to_join
@@ -52,8 +67,18 @@ CASES: dict[str, tuple[Callable | None, Callable]] = {
     ),
     "fp8": (None, coat.fp8),
 }
-# The library's own layer, in its `coat` recipe, next to Llama layers of others.
+# The library's own layer next to decoder layers of others, by its recipe.
 OWN = "own layer"
+OWN_CASES = {OWN: "coat", f"{OWN}, bf16": "bf16"}
+# The options of the own layer that computes what a layer of others does.
+_GEMMA_2 = {"norm_placement": "both", "norm_offset": 1.0, "gate": "gelu"}
+OWN_OPTIONS: dict[type[Layer], dict[str, Any]] = {
+    FlaxLlama: {},
+    NamedLlama: {},
+    ConstrainedLlama: {},
+    Qwen: {"qk_norm": "head"},
+    Gemma2: _GEMMA_2 | {"scores": Scores(softcap=SOFTCAP)},
+}
 # Targets on one Hopper GPU: speedups over BF16, the speed of the library's own layer, U
 # saved, and times smaller than BF16.
 _SPEED = {
@@ -68,6 +93,10 @@ _UNITS = {
     ("diffusion transformer", "both"): 8.5,
 }
 _OTHERS, _OF_OWN, _SMALLER = 1.35, 0.98, 3.5
+# Targets of the own layer that computes a layer of other models than Llama: its speed
+# over the fastest BF16 layer, and U saved.
+_OWN_SPEED, _OWN_UNITS = 1.5, 8.5
+_OTHER_MODELS = ("qwen", "gemma 2")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -91,8 +120,9 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line; the default shape is Llama-3-8B's."""
     top = new_parser("experiments.bench.foreign", __doc__)
     add = top.add_argument
+    cases = [*CASES, *OWN_CASES]
     add("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="LAYER")
-    add("--cases", nargs="+", choices=[*CASES, OWN], default=[*CASES, OWN])
+    add("--cases", nargs="+", choices=cases, default=cases, metavar="CASE")
     add("--hidden", type=int, default=4096)
     add("--seq", type=int, default=2048)
     add("--batch", type=int, default=4)
@@ -106,8 +136,9 @@ def parser() -> argparse.ArgumentParser:
 
 def case_of(name: str, case: str, shape: Shape) -> tuple[Callable, nnx.State]:
     """Returns a case as a function of parameters and inputs, and the parameters."""
-    if case == OWN:
-        return layer(LAYER_CASES["coat"], shape)
+    if case in OWN_CASES:
+        options = OWN_OPTIONS[LAYERS[name]]
+        return layer(LAYER_CASES[OWN_CASES[case]], shape, **options)
     dot_general, wrap = CASES[case]
     graph, params = made(name, shape, dot_general)
     return wrap(lambda params, *xs: nnx.merge(graph, params)(*xs)), params
@@ -123,8 +154,8 @@ def layer_rows(
     stream = shape.input()
     xs = [stream] * LAYERS[name].inputs
     chosen = ["bf16", *(case for case in cases if case != "bf16")]
-    if not issubclass(LAYERS[name], FlaxLlama):
-        chosen = [case for case in chosen if case != OWN]
+    if LAYERS[name] not in OWN_OPTIONS:
+        chosen = [case for case in chosen if case not in OWN_CASES]
     functions = {case: case_of(name, case, shape) for case in chosen}
 
     def compiled(fn, params):
@@ -192,7 +223,23 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
         if both:
             smaller = row["times_smaller"]
             results.append(Bar.of(f"{name}: times smaller", ">=", _SMALLER, smaller))
-    return results
+    return [*results, *_own_bars(rows)]
+
+
+def _own_bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    """Yields the targets of the own layer of other models than Llama."""
+    for name in _OTHER_MODELS:
+        at = {row["case"]: row for row in rows if row["layer"] == name}
+        if OWN not in at:
+            continue
+        units = at[OWN]["saved_units"]
+        yield Bar.of(f"{name}, {OWN}: U saved", "<=", _OWN_UNITS, units)
+        if jax.default_backend() == "gpu":
+            plain = ("bf16", f"{OWN}, bf16")
+            fastest = min(at[c]["forward_backward_ms"] for c in plain if c in at)
+            ratio = fastest / at[OWN]["forward_backward_ms"]
+            label = f"{name}, {OWN}: times the fastest bf16"
+            yield Bar.of(label, ">=", _OWN_SPEED, ratio)
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -20,6 +20,8 @@ from jaxtyping import Array, Float
 from experiments.common.layer_cases import Shape
 
 DotGeneral = Callable[..., Array] | None
+# The bound of attention's scores in Gemma 2.
+SOFTCAP = 50.0
 
 
 class Modules:
@@ -143,6 +145,53 @@ class Qwen(FlaxLlama):
         return rope(self.q_norm(q)), rope(self.k_norm(k)), v
 
 
+class OffsetNorm(nnx.Module):
+    """An RMSNorm that multiplies by 1 and a weight, as in Gemma."""
+
+    def __init__(self, size: int):
+        self.norm_scale = nnx.Param(jnp.zeros(size, jnp.bfloat16))
+
+    def __call__(self, x: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
+        """Computes the norm."""
+        wide = x.astype(jnp.float32)
+        factor = jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+        scale = 1 + self.norm_scale[...].astype(jnp.float32)
+        return (wide * factor * scale).astype(x.dtype)
+
+
+class Gemma2(FlaxLlama):
+    """Four norms, a GELU gate, and scores with a soft cap, as in Gemma 2.
+
+    cuDNN's attention has no caps, so that XLA's computes all scores.
+    """
+
+    def __init__(self, shape: Shape, make: Modules):
+        super().__init__(shape, make)
+        self.norms = nnx.List([OffsetNorm(shape.hidden) for _ in range(4)])
+
+    def attention(
+        self, q: Array, k: Array, v: Array, causal: bool = True
+    ) -> Float[Array, "b s m"]:
+        """Computes causal attention with capped scores, with heads joined."""
+        b, s, _, d = q.shape
+        groups = q.reshape(b, s, k.shape[2], -1, d)
+        wide = jnp.einsum(
+            "bskgd,btkd->bkgst", groups, k, preferred_element_type=jnp.float32
+        )
+        capped = SOFTCAP * jnp.tanh(wide / (d**0.5 * SOFTCAP))
+        earlier = jnp.tril(jnp.ones((s, s), bool))
+        capped = jnp.where(earlier, capped, jnp.finfo(jnp.float32).min)
+        shares = jax.nn.softmax(capped, axis=-1).astype(v.dtype)
+        return jnp.einsum("bkgst,btkd->bskgd", shares, v).reshape(b, s, -1)
+
+    def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
+        """Computes the layer."""
+        h = self.attention(*self.qkv(self.norms[0](x)))
+        x = x + self.norms[1](self.o(h))
+        h = self.norms[2](x)
+        return x + self.norms[3](self.down(nnx.gelu(self.gate(h)) * self.up(h)))
+
+
 class VisionTransformer(Layer):
     """LayerNorm, attention to all tokens, a GELU MLP, and biases everywhere."""
 
@@ -222,6 +271,7 @@ LAYERS: dict[str, type[Layer]] = {
     "llama, named": NamedLlama,
     "llama, constrained": ConstrainedLlama,
     "qwen": Qwen,
+    "gemma 2": Gemma2,
     "vision transformer": VisionTransformer,
     "encoder-decoder": Decoder,
     "diffusion transformer": DiffusionTransformer,

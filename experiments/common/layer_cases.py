@@ -130,10 +130,11 @@ def llama_intermediate(hidden: int) -> int:
     return -(-hidden * 8 // (3 * 128)) * 128
 
 
-def layer(case: LayerCase, shape: Shape) -> tuple[Apply, LayerState]:
+def layer(case: LayerCase, shape: Shape, **options: Any) -> tuple[Apply, LayerState]:
     """Returns a case's layer as a function of state and input, and its abstract state.
 
-    Parameters are BF16.
+    Parameters are BF16. `options` has options of `DecoderLayer` for other models than
+    Llama.
     """
 
     def module():
@@ -147,6 +148,7 @@ def layer(case: LayerCase, shape: Shape) -> tuple[Apply, LayerState]:
             scaling=case.scaling,
             param_dtype=jnp.bfloat16,
             rngs=nnx.Rngs(0),
+            **options,
         )
 
     graph, *state = nnx.split(nnx.eval_shape(module), nnx.Param, ...)

@@ -3,16 +3,22 @@
     uv run --extra cuda13 python -m experiments.studies.checkpoint_memory
 
 The command writes a checkpoint of the shape of Llama-3-8B in BF16, 16 GB of random
-bits, to a temporary folder, and loads it twice. On a GPU the host's memory grows by
-what the loader holds; on a CPU the model itself is in it. It reads Linux's counters.
+bits, to a temporary folder. It reads the file as it is, then loads it twice, each time
+in a new process and after Linux has dropped the file from its cache; a last load finds
+it there. On a GPU the host's memory grows by what the loader holds; on a CPU the model
+itself is in it. It reads Linux's counters.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +26,37 @@ import jax
 import ml_dtypes
 import numpy as np
 from flax import nnx
+from rich.console import Console
 
 from coat_jax.models import hf, llama
 from coat_jax.models.hf import config as configs
 from coat_jax.models.hf import layout, safetensors
+from experiments.bench.model_step import GIB, take_memory
 from experiments.common.programs import new_parser
-from experiments.common.results import default_path, write_results
+from experiments.common.results import Bar, default_path, write_results
+from experiments.common.tables import bars as bars_table
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
+_FILE = "model.safetensors"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
     args = parser().parse_args(argv)
+    take_memory(at_once=False)  # This process leaves it to those that load.
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-        size, largest = write(Path(scratch), llama.CONFIGS[args.preset])
-        rows = [
-            {"preset": args.preset, "file_gib": size / 2**30, **measured(Path(scratch))}
-            for _ in range(2)
-        ]
-    for row in rows:
-        row["largest_tensor_gib"] = largest / 2**30
-        print(row)
-    write_results(args.out, rows=rows)
+        folder = Path(scratch)
+        size, largest = write(folder, llama.CONFIGS[args.preset])
+        sizes = {"preset": args.preset, "file_gib": size / GIB}
+        sizes["largest_tensor_gib"] = largest / GIB
+        for case in ("read", "load", "load", "load from the cache"):
+            row = sizes | {"case": case} | _alone(case, folder / _FILE)
+            row["gib_per_s"] = row["file_gib"] / row["seconds"]
+            print(row, flush=True)
+            rows.append(row)
+            write_results(args.out, rows=rows, bars=bars(rows))
+    Console().print(bars_table(bars(rows)))
     return 0
 
 
@@ -73,20 +87,65 @@ def write(folder: Path, config: llama.LlamaConfig) -> tuple[int, int]:
             bits = rng.integers(0x3000, 0x3F00, shape, np.uint16)
             yield name, bits.view(dtype)
 
-    safetensors.write(folder / "model.safetensors", kinds, arrays())
+    safetensors.write(folder / _FILE, kinds, arrays())
     sizes = [int(np.prod(shape)) * dtype.itemsize for dtype, shape in kinds.values()]
     return sum(sizes), max(sizes)
+
+
+def _alone(case: str, file: Path) -> dict[str, Any]:
+    """Measures a case in a new process, where no earlier one has taken memory."""
+    if case != "load from the cache":
+        drop_from_cache(file)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        run = partial(read, file) if case == "read" else partial(measured, file.parent)
+        return pool.submit(run).result()
+
+
+def drop_from_cache(file: Path) -> None:
+    """Writes a file to its disk and drops it from the host's cache."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Reads a file from its beginning to its end; returns the seconds."""
+    buffer = memoryview(bytearray(2**24))
+    start = time.perf_counter()
+    with file.open("rb", buffering=0) as stream:
+        while stream.readinto(buffer):
+            pass
+    return {"seconds": time.perf_counter() - start}
 
 
 def measured(folder: Path) -> dict[str, Any]:
     """Loads a checkpoint; returns the seconds and the growth of the host's memory."""
     jax.block_until_ready(jax.numpy.zeros(1))  # The device's runtime takes memory, too.
-    Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
     before, start = _memory_gib("VmRSS"), time.perf_counter()
     model = hf.load(folder)
     jax.block_until_ready(nnx.state(model))
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "host_growth_gib": _memory_gib("VmHWM") - before}
+
+
+def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
+    """Returns the targets: memory for a large tensor, and the rate of the disk."""
+    loads = [row for row in rows if row["case"] == "load"]
+    if not loads or jax.default_backend() != "gpu":
+        return []
+    growth = max(row["host_growth_gib"] for row in loads) - 1
+    tensors = growth / loads[0]["largest_tensor_gib"]
+    name = "host memory beyond 1 GiB / largest tensor"
+    targets = [Bar.of(name, "<=", 1.2, tensors)]
+    disk = [row["gib_per_s"] for row in rows if row["case"] == "read"]
+    if disk:
+        rate = max(row["gib_per_s"] for row in loads) / disk[0]
+        targets.append(Bar.of("GiB/s of loading / of reading", ">=", 0.9, rate))
+    return targets
 
 
 def _memory_gib(field: str) -> float:

@@ -3,8 +3,9 @@
     uv run python -m experiments.studies.checkpoints FOLDER
 
 The text is the documentation in Python's standard library (`pydoc_data.topics`), in
-windows of 1,024 tokens, of which all but the first are predicted. The command compares
-the forward passes of recipes, and the model after it was saved in FP8 and loaded again,
+windows of 1,024 tokens, of which all but the first are predicted. Each window begins
+with the tokens that the tokenizer puts before a text. The command compares the forward
+passes of recipes, and the model after it was saved in FP8 and loaded again,
 with float32. `--reference` is the perplexity of another implementation on these tokens.
 """
 
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jaxtyping import Int32
 from rich.console import Console
 
 from coat_jax.models import hf, llama
+from coat_jax.models.hf.quantized import FP8Format
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import bars as bars_table
@@ -38,13 +40,17 @@ CASES: dict[str, dict[str, Any]] = {
     "coat": {"recipe": "coat", "dtype": "bfloat16"},
     "coat_block": {"recipe": "coat_block", "dtype": "bfloat16"},
 }
+# The name of a row in float32, and the format that the model was saved in before.
+SAVED: dict[str, FP8Format] = {
+    f"float32 after {format}": format for format in get_args(FP8Format)
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
     args = parser().parse_args(argv)
     try:
-        rows = list(measured(args.folder, args.tokens))
+        rows = list(measured(args.folder, args.tokens, args.cases))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,26 +66,32 @@ def parser() -> argparse.ArgumentParser:
     found = new_parser("experiments.studies.checkpoints", __doc__)
     found.add_argument("folder", type=Path, help="a Hugging Face folder")
     found.add_argument("--tokens", type=int, default=4096, help="tokens of the text")
+    cases = (*CASES, *SAVED)
+    found.add_argument(
+        "--cases", nargs="+", choices=cases, default=cases, metavar="CASE"
+    )
     found.add_argument("--reference", type=float, help="perplexity to compare with")
     found.add_argument("--out", type=Path, help="results file")
     return found
 
 
-def measured(folder: Path, count: int) -> list[dict[str, Any]]:
-    """Measures all cases on `count` tokens, and returns their rows.
+def measured(
+    folder: Path, count: int, cases: Sequence[str] = (*CASES, *SAVED)
+) -> list[dict[str, Any]]:
+    """Measures cases on `count` tokens, and returns their rows, "float32" always first.
 
     Raises:
       ValueError: If there are too few tokens for a window.
     """
     windows = text_windows(folder, count)
-    rows = [
-        _row(name, folder, windows, options, folder) for name, options in CASES.items()
-    ]
-    for format in ("fp8-block", "fp8-channel"):
+    rows = []
+    for name in dict.fromkeys(("float32", *cases)):
+        if name in CASES:
+            rows.append(_row(name, folder, windows, CASES[name], folder))
+            continue
         with tempfile.TemporaryDirectory() as scratch:
             saved = Path(scratch) / "model"
-            hf.save(hf.load(folder), saved, format=format)
-            name = f"float32 after {format}"
+            hf.save(hf.load(folder), saved, format=SAVED[name])
             rows.append(_row(name, saved, windows, CASES["float32"], folder))
     return rows
 
@@ -99,13 +111,21 @@ def _row(
 
 
 def text_windows(folder: Path, count: int) -> Int32[np.ndarray, "windows length"]:
-    """Returns the first `count` tokens of the text, as far as they fill windows."""
+    """Returns the first `count` tokens of the text, as far as they fill windows.
+
+    Each window begins with the tokens that the tokenizer puts before a text: a model
+    such as Gemma has learned to read none without.
+    """
     text = "\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
-    ids = hf.load_tokenizer(folder).encode(text[: 10 * count]).ids
-    rows = min(count, len(ids)) // LENGTH
+    tokenizer = hf.load_tokenizer(folder)
+    first = tokenizer.encode("").ids
+    ids = tokenizer.encode(text[: 10 * count], add_special_tokens=False).ids
+    length = LENGTH - len(first)
+    rows = min(count // LENGTH, len(ids) // length)
     if not rows:
         raise ValueError(f"a window needs {LENGTH} tokens, got {min(count, len(ids))}")
-    return np.array(ids[: rows * LENGTH], np.int32).reshape(rows, LENGTH)
+    windows = np.array(ids[: rows * length], np.int32).reshape(rows, length)
+    return np.insert(windows, [0] * len(first), first, axis=1)
 
 
 def mean_loss(
