@@ -9,7 +9,8 @@ loss is measured on validation text and on texts of other kinds, with its own fo
 pass and with the same weights in BF16, and it answers multiple-choice questions about
 them. What was measured stays in the run's folder, so that the same command measures
 only what it lacks. Recipes are compared with `bf16` of the same seed, question by
-question.
+question. With --losses nothing is measured: the losses of the runs' own summaries are
+compared, and the loads of experts.
 """
 
 import sys
@@ -53,6 +54,7 @@ _QUESTIONS = 500
 _TARGETS = {
     "124m": {"coat": 0.5, "coat_max": 1.0},
     "300m": {"coat": 0.3, "coat_max": 0.6},
+    "moe-300m": {"coat": 0.5},
 }
 
 
@@ -75,9 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     top.add_argument(
         "--out", type=Path, help="results file; a figure goes beside it", metavar="F"
     )
+    top.add_argument(
+        "--losses", action="store_true", help="compare summaries, and measure nothing"
+    )
     args = top.parse_args(argv)
     try:
-        comparison_of_runs = compared(args.runs)
+        comparison_of_runs = compared(args.runs, measures=not args.losses)
     except (OSError, ValueError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
@@ -92,7 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     figure.savefig(out.with_suffix(".png"))
     console = Console()
-    console.print(comparison.texts(comparison_of_runs["texts"]))
+    paired = [row for row in comparison_of_runs["rows"] if "val_gap_percent" in row]
+    if {row["recipe"] for row in paired} > {"bf16"}:
+        console.print(comparison.seeds(paired))
+    if comparison_of_runs["texts"]:
+        console.print(comparison.texts(comparison_of_runs["texts"]))
     if comparison_of_runs["tasks"]:  # Recipes may have no seed in common.
         console.print(comparison.answers(comparison_of_runs["tasks"]))
     if written["bars"]:
@@ -101,10 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def compared(folders: Sequence[Path]) -> dict[str, Any]:
+def compared(folders: Sequence[Path], *, measures: bool = True) -> dict[str, Any]:
     """Returns the entries of a results file about finished runs.
 
-    What was not measured yet is measured now.
+    Args:
+      folders: The runs' folders.
+      measures: Whether losses of texts and answers are entries, too. What was not
+        measured yet is measured now.
 
     Raises:
       ValueError: If a run is not finished or damaged, is not on bytes, differs from the
@@ -115,7 +127,8 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
         raise ValueError(f"{twice[0]} is given twice")
     rows, texts, right, curves, common = [], [], [], [], {}
     for folder in folders:
-        summary, run, measured = _measured(folder)
+        summary, run = _finished(folder)
+        measured = _measured(run) if measures else {}
         shared = {key: summary[key] for key in ("preset", "steps", "nats_per")}
         shared["sizes"] = summary.get("sizes", {})
         shared["data"] = run.record["data"]
@@ -127,7 +140,12 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
             names = {"recipe": row["recipe"], "seed": run.settings.seed}
             if any(names.items() <= other.items() for other in rows):
                 raise ValueError(f"{folder} trains {names}, as another run does")
+            metrics = [m for m in run.metrics() if m["recipe"] == row["recipe"]]
+            row = row | _loads(metrics[-max(1, run.steps // 20) :])
             rows.append(names | row | {"commit": summary["versions"]["commit"]})
+            curves.append(names | curve(np.array([m["loss"] for m in metrics])))
+            if not measures:
+                continue
             of_recipe = measured[row["recipe"]]
             texts += [
                 names
@@ -137,8 +155,6 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
             right += [
                 names | {"text": k, "right": x} for k, x in of_recipe["right"].items()
             ]
-            losses = [m["loss"] for m in run.metrics() if m["recipe"] == row["recipe"]]
-            curves.append(names | curve(np.array(losses)))
     plain = {row["seed"]: row["val_loss"] for row in rows if row["recipe"] == "bf16"}
     for row in rows:
         # A run's own gap is to its first recipe.
@@ -149,36 +165,47 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
         "rows": rows,
         "bars": bars(common["shared"]["preset"], rows, texts),
         "texts": texts,
-        "tasks": tasks(right),
+        "tasks": tasks(right) if right else [],
         "curves": curves,
         **{k: v for k, v in common["shared"].items() if k != "data"},
     }
 
 
-def _measured(folder: Path) -> tuple[dict[str, Any], Run, dict[Recipe, Row]]:
-    """Returns a run's summary, the run, and the measurements of each recipe.
-
-    Recipes that have no measurements in the run's folder are measured now.
-    """
+def _finished(folder: Path) -> tuple[dict[str, Any], Run]:
+    """Returns the summary of a finished run on bytes, and the run."""
     if not (folder / _SUMMARY).exists():
         raise ValueError(f"{folder} is no finished run: it has no {_SUMMARY}")
     summary, run = read_results(folder / _SUMMARY), Run.open(folder, {})
     if summary["nats_per"] != "byte":
         raise ValueError(f"runs on bytes can be compared, {folder} has tokens of a BPE")
-    path = folder / _MEASURED
+    return summary, run
+
+
+def _loads(metrics: Sequence[Row]) -> dict[str, float]:
+    """Returns the means of the experts' loads over steps; none without experts."""
+    keys = [k for k in ("largest_load", "smallest_load") if k in metrics[0]]
+    return {key: float(np.mean([row[key] for row in metrics])) for key in keys}
+
+
+def _measured(run: Run) -> dict[Recipe, Row]:
+    """Returns the measurements of each recipe of a run.
+
+    Recipes that have no measurements in the run's folder are measured now.
+    """
+    path = run.folder / _MEASURED
     examined = read_json(path) if path.exists() else {"steps": run.steps, "recipes": {}}
     if examined["steps"] != run.steps:  # The run has gone on since.
         examined = {"steps": run.steps, "recipes": {}}
     missing = [r for r in run.settings.recipes if r not in examined["recipes"]]
     if missing:
-        corpus = program.load_corpus(run.settings, folder)
+        corpus = program.load_corpus(run.settings, run.folder)
         run.check_data(corpus.fingerprint())
         inputs = program.select_inputs(corpus, run.settings)
         exam = _exam(run, corpus, inputs)
-        for recipe in tqdm(missing, f"{folder}", unit="recipe", disable=None):
+        for recipe in tqdm(missing, f"{run.folder}", unit="recipe", disable=None):
             examined["recipes"][recipe] = _examined(run, recipe, inputs, exam)
             write_json(path, examined)
-    return summary, run, examined["recipes"]
+    return examined["recipes"]
 
 
 def _exam(run: Run, corpus: data.Corpus, inputs: Inputs) -> _Exam:
