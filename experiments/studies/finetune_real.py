@@ -100,12 +100,13 @@ def summarized(runs: Mapping[int, Sequence[Path]]) -> dict[str, Any]:
     answers = {f"seed {seed}": _answers(folders) for seed, folders in runs.items()}
     hits = problems_of(compare.hits_of(answers))
     differences, losses = compare.paired(hits), _losses(runs)
+    training = compare.training_of(next(iter(runs.values()))[0])
     return {
         "rows": compare.shares(hits),
         "bars": _bars(differences, losses) if _suffices(hits) else [],
         "differences": differences,
         "losses": losses,
-        "training": compare.training_of(next(iter(runs.values()))[0]),
+        "training": training | {"base": Path(training["base"]).name},
         "curves": [
             row
             for seed, folders in runs.items()

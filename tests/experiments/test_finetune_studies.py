@@ -23,7 +23,7 @@ def _write_run(folder, recipe, hits, loss):
     for name, lines in (("answers", answers), ("metrics", rows)):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)
-    summary = {"preset": "folder", "steps": 2, "nats_per": "token", "base": "b"}
+    summary = {"preset": "folder", "steps": 2, "nats_per": "token", "base": "/a/b"}
     summary |= {"command": "c", "date": "d", "device": {"name": "n"}, "rows": []}
     losses = {"train_loss": loss, "val_loss": loss, "parameters": 7}
     summary |= {"recipes": {recipe: losses}, "perplexity": {"before": 9.0, recipe: 3.0}}
@@ -53,6 +53,7 @@ def test_recipes_of_several_processes_are_joined(tmp_path):
     assert of_seeds == {(r, s, 2.0 + s) for r in hits for s in (0, 2)}
     stories = [row for row in results["differences"] if row["family"] == "stories"]
     assert [row["difference_points"] for row in stories] == [25]
+    assert results["training"]["base"] == "b"
     samples = [(row["recipe"], row["given"]) for row in results["samples"]]
     assert samples == [("before", "0"), ("bf16", "1"), ("coat", "1")]
 
