@@ -17,7 +17,7 @@ from experiments.common.results import read_results, write_json
 from experiments.studies.fidelity import summary
 
 Results = dict[str, Any]
-# What trainings that are compared have in common.
+# Trainings that are compared have these entries in common.
 _SHARED = ("regime", "settings", "data", "test_tokens")
 
 
