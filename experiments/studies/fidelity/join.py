@@ -3,7 +3,7 @@
     uv run python -m experiments.studies.fidelity.join a.json b.json --out ab.json
 
 The processes may run at the same time, each on a GPU and with a results file of its
-own. Device and versions are those of the files, so that this can run anywhere.
+own. Device and versions come from the files, so that this can run anywhere.
 """
 
 import argparse
