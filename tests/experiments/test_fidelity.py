@@ -12,8 +12,9 @@ from flax import nnx
 
 import coat_jax as coat
 from coat_jax.models import llama
+from experiments.common.results import write_results
 from experiments.studies.fidelity import __main__ as program
-from experiments.studies.fidelity import model, rows, summary, texts, variants
+from experiments.studies.fidelity import join, model, rows, summary, texts, variants
 from experiments.studies.fidelity.operands import Grid, Operands
 
 _E4M3, _E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -227,3 +228,32 @@ def test_a_cut_run_goes_on_without_repeating_anything(tmp_path, monkeypatch, cap
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert program.main([*argv, "--steps", "3"]) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+def _file(path, seed, **changes):
+    """Writes a results file of a process that has trained one seed."""
+    settings = {"shape": {"layers": 3, "hidden": 32}, "steps": 4}
+    settings |= {"batch_size": 2, "seq_len": 16}
+    extra = {"regime": "text", "settings": settings, "data": "a", "test_tokens": 64}
+    runs = [_run("bf16", seed, 2.0), _run("coat", seed, 2.0 * (1 + seed / 100))]
+    write_results(path, rows=runs, **extra | {"summary": [], "errors": {}} | changes)
+    return str(path)
+
+
+def test_files_of_processes_are_joined(tmp_path, capsys):
+    files = [_file(tmp_path / f"{seed}.json", seed) for seed in (1, 3)]
+    out = tmp_path / "joined.json"
+    assert join.main([*files, "--out", str(out)]) == 0
+    contents = json.loads(out.read_text())
+    assert [row["seed"] for row in contents["rows"]] == [1, 1, 3, 3]
+    (difference,) = (r for r in contents["summary"] if r["loss"] == "average_own")
+    assert difference["percent"] == pytest.approx(2.0)
+    # Student's t is 12.706 for two seeds, and the deviation is the root of two.
+    assert difference["percent_half"] == pytest.approx(12.706)
+    assert [bar["holds"] for bar in contents["bars"]] == [False, False]
+    assert out.with_suffix(".png").exists()
+    assert join.main([files[0], files[0], "--out", str(out)]) == 2
+    assert "bf16 with seed 1, as another file does" in capsys.readouterr().err
+    other = _file(tmp_path / "other.json", 5, data="b")
+    assert join.main([files[0], other, "--out", str(out)]) == 2
+    assert "differ in their data" in capsys.readouterr().err

@@ -244,6 +244,20 @@ def test_changed_data_are_refused(runs, text, tmp_path, capsys):
     assert f"the data is not what {runs[0]} was started with" in capsys.readouterr().err
 
 
+def test_losses_alone_are_compared_without_checkpoints(runs, tmp_path, capsys):
+    for folder in runs:
+        shutil.rmtree(folder / "checkpoints")
+    out = tmp_path / "losses.json"
+    argv = ["--losses", *map(str, runs), "--out", str(out)]
+    assert compare.main(argv) == 0
+    assert "Loss above bf16's of the same seed" in capsys.readouterr().out
+    contents = read_results(out)
+    assert contents["texts"] == contents["tasks"] == []
+    plain, quantized = (row["val_loss"] for row in contents["rows"])
+    gap = contents["rows"][1]["val_gap_percent"]
+    assert gap == pytest.approx(100 * (quantized / plain - 1))
+
+
 @pytest.mark.slow
 def test_recipes_without_a_common_seed_have_no_answers(runs, text, tmp_path):
     other = tmp_path / "other"

@@ -3,7 +3,7 @@
     uv run python -m experiments.studies.fidelity.join a.json b.json --out ab.json
 
 The processes may run at the same time, each on a GPU and with a results file of its
-own. Device and versions are those of the files, so that this can run anywhere.
+own. Device and versions come from the files, so that this can run anywhere.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from experiments.common.results import read_results, write_json
 from experiments.studies.fidelity import summary
 
 Results = dict[str, Any]
-# What trainings that are compared have in common.
+# Trainings that are compared have these entries in common.
 _SHARED = ("regime", "settings", "data", "test_tokens")
 
 

@@ -131,7 +131,7 @@ def table(summary: Sequence[Row], title: str, unit: str) -> Table:
 
 
 def report(results: Mapping[str, Any], out: Path) -> None:
-    """Prints the differences of a results file, and draws them beside it.
+    """Prints the differences of a results file, and draws them next to it.
 
     Args:
       results: The file's contents.

@@ -50,9 +50,9 @@ def python_files() -> Iterator[bytes]:
 def _files(top: str) -> Iterator[bytes]:
     for folder, subfolders, names in os.walk(top):
         subfolders.sort()  # It also is the order in which they are visited.
-        for name in sorted(names):
-            if name.endswith(".py"):
-                yield Path(folder, name).read_bytes()
+        for path in (Path(folder, name) for name in sorted(names)):
+            if path.suffix == ".py" and path.is_file():  # It may be a broken link.
+                yield path.read_bytes()
 
 
 def windows(
