@@ -6,7 +6,7 @@ times layers of several kinds, forward and backward, in BF16: as they are, with
 `coat.fp8_remat`, with `dot_general=coat.fp8_dot_general`, with both, and converted by
 `coat.fp8`. Decoder layers are compared with this library's own layer, too, in its
 `coat` recipe and in BF16. All cases of a layer are timed in turns. U is the size of the
-residual stream in BF16. Shapes as those of Qwen3-8B and of Gemma 2:
+residual stream in BF16. Commands for the sizes of Qwen3-8B, and heads as in Gemma 2:
 
     uv run python -m experiments.bench.foreign --layers qwen --intermediate 12288
     uv run python -m experiments.bench.foreign --layers "gemma 2" --head-dim 256

@@ -106,7 +106,7 @@ _ON_ONE_H200 = (_LONGER, *_SHARES)
 _PEAKS = {
     ("llama2-7b", 2, 1): 35.5,
     ("llama2-7b", 12, 2): 65.5,
-    # What a GPU of 80 GB leaves to JAX.
+    # A GPU of 80 GB leaves this much to JAX.
     ("llama3-8b", 5, 1): 75.0,
 }
 _SECONDS = {"llama2-7b": 1.03, "llama2-13b": 1.03, "two": 1.02}

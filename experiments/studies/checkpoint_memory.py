@@ -11,6 +11,7 @@ itself is in it. It reads Linux's counters.
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -84,8 +85,11 @@ def write(folder: Path, config: llama.LlamaConfig) -> tuple[int, int]:
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         rng = np.random.default_rng(0)
         for name, (dtype, shape) in kinds.items():
-            bits = rng.integers(0x3000, 0x3F00, shape, np.uint16)
-            yield name, bits.view(dtype)
+            count = math.prod(shape)
+            words = rng.integers(0, 2**64, -(-count // 4), np.uint64)
+            # Without the exponent's highest bit every number is finite.
+            bits = words.view(np.uint16)[:count] & 0xBFFF
+            yield name, bits.view(dtype).reshape(shape)
 
     safetensors.write(folder / _FILE, kinds, arrays())
     sizes = [int(np.prod(shape)) * dtype.itemsize for dtype, shape in kinds.values()]

@@ -72,6 +72,26 @@ def test_causal_layers_do_not_look_ahead():
     np.testing.assert_allclose(first, second, atol=0.1)
 
 
+@pytest.mark.parametrize("name", ["qwen", "gemma 2"])
+def test_own_layers_have_the_parameters_of_those_they_are_compared_with(name):
+    _, params = foreign.case_of(name, "bf16", _SHAPE)
+    _, (own, _) = foreign.case_of(name, foreign.OWN, _SHAPE)
+    sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (params, own)]
+    assert sizes[0] == sizes[1]
+
+
+def test_own_layers_are_compared_with_the_fastest_bf16(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    times = {"bf16": 9.0, "own layer, bf16": 8.0, "own layer": 5.0}
+    rows = [
+        {"layer": "gemma 2", "case": case, "forward_backward_ms": ms, "saved_units": 8}
+        for case, ms in times.items()
+    ]
+    bars = {bar.name: bar for bar in foreign.bars(rows)}
+    assert bars["gemma 2, own layer: times the fastest bf16"].measured == 8 / 5
+    assert bars["gemma 2, own layer: U saved"].holds
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
