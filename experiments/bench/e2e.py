@@ -149,7 +149,7 @@ def measured(
     model: ModelSize,
     batch: int,
     steps: int,
-    spread: Spread,
+    spread: Spread = ONE_GPU,
     xla_flags: str = "",
     **options: Any,
 ) -> Row:

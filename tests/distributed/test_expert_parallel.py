@@ -13,19 +13,17 @@ import pytest
 from flax import nnx
 from helpers.marks import slow
 from helpers.models import normal
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax.layers import recipes
 from coat_jax.layers.experts.routing import Experts, Routing
-from coat_jax.layers.experts.sent import SentRows, capacity
+from coat_jax.layers.experts.sent import Chunks, SentRows
 from coat_jax.layers.parts import Norm
 from coat_jax.memory.shards import default_shardings
 from coat_jax.models import llama
 from experiments.bench import moe_parallel
-from pallas_kernels.dispatch import devices
 
 pytestmark = pytest.mark.distributed
 HIDDEN, INNER, COUNT, LENGTH, PADDING = 32, 32, 8, 6, 24
@@ -64,6 +62,12 @@ def ids_of(load: str, count: int, experts: Experts) -> np.ndarray:
     return np.concatenate([ids, shared], axis=-1)
 
 
+def devices_of(ids: np.ndarray, count: int) -> np.ndarray:
+    """Returns the device of each choice but shared experts', by sender."""
+    chosen = ids[ids < COUNT] // (COUNT // count)
+    return chosen.reshape(len(ids), -1)
+
+
 def expected_rows(ids: np.ndarray, device: int, experts: Experts) -> list:
     """Returns the sender, token and choice of each row of a device, by expert."""
     each = COUNT // len(ids)
@@ -78,29 +82,8 @@ def expected_rows(ids: np.ndarray, device: int, experts: Experts) -> list:
     return [row for of_expert in rows for row in of_expert]
 
 
-def as_documented(x, output, starts, sizes, places, received, *, axis_name):
-    """Computes `jax.lax.ragged_all_to_all` by its documentation, slice by slice."""
-    here = lax.axis_index(axis_name)
-    every = [lax.all_gather(v, axis_name) for v in (x, starts, sizes, places)]
-    for sender, theirs in enumerate(every[0]):
-        start, size, place = (v[sender, here] for v in every[1:])
-        # A receiver is told the sizes that senders know.
-        size = jnp.where(received[sender] == size, size, 0)
-        offset = jnp.arange(len(output)) - place
-        update = theirs[jnp.clip(start + offset, 0, len(theirs) - 1)]
-        is_here = ((offset >= 0) & (offset < size)).reshape(-1, *[1] * (x.ndim - 1))
-        output = jnp.where(is_here, update, output)
-    return output
-
-
-@pytest.mark.parametrize(
-    ("operation", "count"),
-    [("gathered", 4), ("ragged", 2), slow("gathered", 2), slow("ragged", 4)],
-)
-def test_rows_are_those_of_numpy(operation, count, monkeypatch):
-    if operation == "ragged":
-        monkeypatch.setattr(lax, "ragged_all_to_all", as_documented)
-        monkeypatch.setattr(devices, "target_platform", lambda: "gpu")
+@pytest.mark.parametrize("count", [2, 4])
+def test_rows_are_those_of_numpy(count):
     experts, tight = SHARED, dataclasses.replace(SHARED, buffer=1.0)
     mesh = mesh_of(expert=count)
     x = np.random.default_rng(1).standard_normal((count, LENGTH, 4), np.float32)
@@ -126,6 +109,10 @@ def test_rows_are_those_of_numpy(operation, count, monkeypatch):
         }
         return jax.tree.map(lambda v: v[None], results)
 
+    chunk = Chunks.of(LENGTH, tight, count, "expert")
+    longest = Chunks.of(LENGTH, experts, count, "expert")
+    assert (chunk.rows, longest.part, longest.rows) == (8, 8, 16)
+    place = -(-(16 * count + LENGTH) // 8) * 8
     for load in ("random", "one device", "empty experts"):
         ids = ids_of(load, count, experts)
         results = jax.tree.map(np.asarray, run(ids.astype(np.int32), x, weights))
@@ -133,14 +120,15 @@ def test_rows_are_those_of_numpy(operation, count, monkeypatch):
         sums = x * np.float32(experts.choices)
         np.testing.assert_allclose(results["sums"], sums, rtol=1e-6)
         # Without place for all rows no device has numbers.
-        fits = results["sizes"].sum(1).max() <= capacity(LENGTH, tight, count)
+        of_pairs = [np.bincount(c, minlength=count) for c in devices_of(ids, count)]
+        fits = np.max(of_pairs) <= chunk.rows
         sums = sums if fits else np.full_like(sums, np.nan)
         np.testing.assert_allclose(results["tight"], sums, rtol=1e-6)
         assert not (fits and load == "one device")
         for device in range(count):
             expected = expected_rows(ids, device, experts)
             row = results["rows"][device]
-            assert len(row) == capacity(LENGTH, experts, count) + PADDING
+            assert len(row) == place + PADDING
             assert results["sizes"][device].sum() == len(expected)
             senders, tokens, choices = np.array(expected).reshape(-1, 3).T
             np.testing.assert_array_equal(row[: len(expected)], x[senders, tokens])
@@ -277,7 +265,7 @@ def test_rows_without_place_make_results_nan():
         run = jax.jit(layer, compiler_options=QUICK)
         return np.asarray(run(*arguments)[0])
 
-    assert capacity(2 * LENGTH, tight, 2) == 2 * LENGTH * 2
+    assert Chunks.of(2 * LENGTH, tight, 2, "expert").rows == 16
     assert np.isnan(output(tight)).all()
     assert np.isfinite(output(dataclasses.replace(EXPERTS, buffer=2.0))).all()
 

@@ -1,13 +1,16 @@
 """Rows of tokens that travel to the devices of their experts, and back.
 
 Along a mesh axis each of p devices has E / p experts, and tokens of its own. It sorts
-the choices of its tokens by device, and by expert for each device. Devices tell one
-another how many rows they send (p * p * E / p numbers), so that each knows where its
-rows arrive. Rows arrive in the order of their senders, and are sorted by expert once
-more. Shared experts are on every device: their rows stay where they are.
+the choices of its tokens by device, and by expert for each device, and sends each
+device a chunk of rows. All chunks have place for equally many rows, so that an
+all-to-all exchanges them, and rows come back by the same exchange. Devices tell one
+another how many rows there are for each expert (p * p * E / p numbers), and sort the
+rows that arrived by expert once more. Shared experts are on every device: their rows
+stay where they are.
 
-Shapes are static, but loads are not. An array of arrived rows has place for all rows
-that can arrive, or for `Experts.buffer` times the mean.
+Shapes are static, but loads are not. A chunk has place for all rows that a device can
+send to another, or for `Experts.buffer` times the mean. In the first case devices
+exchange as many parts of the chunks, one after another, as the longest chunk needs.
 """
 
 import dataclasses
@@ -16,81 +19,87 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 import pallas_kernels as kernels
 from coat_jax.layers.experts.routing import Experts
 from coat_jax.layers.experts.rows import Rows, taken
 from pallas_kernels import GroupTiles
-from pallas_kernels.dispatch import array_types, devices, stand_ins
+from pallas_kernels.dispatch import array_types
 from pallas_kernels.ops.grouped_matmul.tiles import ROWS
 
+# The part of a chunk that travels at once is this many times a chunk of equal loads.
+_PART = 1.25
 
-@jax.tree_util.register_dataclass
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Parts of arrays of rows that the devices of a mesh axis send to one another.
-
-    All arrays are int32 [senders, receivers], and equal on all devices of the axis.
+    """The chunks of rows that each device of a mesh axis sends to every other.
 
     Attributes:
-      start: The first row of a part in its sender's array.
-      target: The first row of a part in its receiver's array. Parts follow one another
-        in the order of their senders.
-      size: The number of rows.
+      rows: The rows that a chunk has place for, a multiple of 8.
+      part: The rows of a chunk that travel at once.
       axis: The mesh axis.
     """
 
-    start: Int[Array, "p p"]
-    target: Int[Array, "p p"]
-    size: Int[Array, "p p"]
-    axis: str = dataclasses.field(metadata={"static": True})
+    rows: int
+    part: int
+    axis: str
 
     @classmethod
-    def of(cls, sizes: Int[Array, "p p"], capacity: int, axis: str) -> "Chunks":
-        """Returns parts that follow one another in the arrays of all devices.
+    def of(cls, tokens: int, experts: Experts, devices: int, axis: str) -> "Chunks":
+        """Returns the chunks for as many tokens on each of the devices.
+
+        A token sends a device at most as many rows as the device has experts.
+        """
+        rows = tokens * min(experts.top_k, experts.num_experts // devices)
+        mean = tokens * experts.top_k / devices
+        part = _aligned(_PART * mean)
+        if experts.buffer is not None:
+            rows = min(rows, math.ceil(experts.buffer * mean))
+            part = rows
+        rows = _aligned(rows)
+        return cls(rows=rows, part=min(_aligned(part), rows), axis=axis)
+
+    def overflow(self, sizes: Int[Array, "p p"]) -> Bool[Array, ""]:
+        """Whether a chunk has more rows than it has place for."""
+        return jnp.max(sizes) > self.rows
+
+    def exchange(
+        self, x: Shaped[Array, "p*rows *n"], sizes: Int[Array, "p p"]
+    ) -> Shaped[Array, "p*rows *n"]:
+        """Sends chunk i to device i, and returns the chunks of all devices in order.
 
         Args:
-          sizes: The number of rows of each part.
-          capacity: The number of rows of each receiver's array. Rows after the last
-            one are not sent, because they would be written to other memory.
-          axis: The mesh axis.
+          x: The chunks, with zeros after their rows.
+          sizes: The rows of all devices' chunks, by sender and receiver.
         """
-        target = jnp.cumsum(sizes, axis=0) - sizes
-        size = jnp.clip(capacity - target, 0, sizes)
-        start = jnp.cumsum(sizes, axis=1) - sizes
-        return cls(start=start, target=target, size=size, axis=axis)
+        chunks = x.reshape(-1, self.rows, *x.shape[1:])
+        if self.part == self.rows:
+            return self._exchanged(chunks).reshape(x.shape)
+        needed = -(-jnp.max(sizes) // self.part)
+        out = jnp.zeros_like(chunks)
+        number = jnp.zeros((), needed.dtype)
+        chunks, out, number = array_types.varying_alike((chunks, out, number))
 
-    def returned(self) -> "Chunks":
-        """Returns the parts on their way back."""
-        arrays = {"start": self.target.T, "target": self.start.T, "size": self.size.T}
-        return dataclasses.replace(self, **arrays)
+        def travel(state):
+            number, out = state
+            # The last part may begin earlier, and then sends some rows again.
+            start = jnp.minimum(number * self.part, self.rows - self.part)
+            part = lax.dynamic_slice_in_dim(chunks, start, self.part, axis=1)
+            part = self._exchanged(part)
+            out = lax.dynamic_update_slice_in_dim(out, part, start, axis=1)
+            return number + 1, out
 
-    def send(self, x: Shaped[Array, "n *m"], count: int) -> Shaped[Array, "count *m"]:
-        """Sends the parts of `x`, and returns what arrives, with zeros elsewhere."""
-        # XLA has the operation for GPUs and TPUs. Programs that are traced for their
-        # memory are a GPU's.
-        if devices.target_platform() == "cpu" and not stand_ins.active.get():
-            return self._gather(x, count)
-        here = lax.axis_index(self.axis)
-        out = jnp.zeros((count, *x.shape[1:]), x.dtype)
-        sent = self.start[here], self.size[here], self.target[here]
-        arrays = array_types.varying_alike((x, out, *sent, self.size[:, here]))
-        return lax.ragged_all_to_all(*arrays, axis_name=self.axis)
+        _, out = lax.while_loop(lambda state: state[0] < needed, travel, (number, out))
+        return out.reshape(x.shape)
 
-    def _gather(self, x: Array, count: int) -> Array:
-        """Gathers the arrays of all senders, and takes the rows of this receiver."""
-        here, every = lax.axis_index(self.axis), lax.all_gather(x, self.axis)
-        arrays = self.start, self.target, self.size
-        start, target, size = (v[:, here] for v in arrays)
-        row = jnp.arange(count, dtype=jnp.int32)
-        # If several parts begin at one row, only the last of them can have rows.
-        sender = jnp.sum(row[:, None] >= target, axis=1) - 1
-        within = row - target[sender]
-        index = sender * len(x) + start[sender] + within
-        nothing = every.shape[0] * len(x)
-        index = jnp.where(within < size[sender], index, nothing)
-        return taken(every.reshape(nothing, *x.shape[1:]), index)
+    def _exchanged(self, chunks: Array) -> Array:
+        return lax.all_to_all(chunks, self.axis, split_axis=0, concat_axis=0)
+
+
+def _aligned(rows: float) -> int:
+    return -(-math.ceil(rows) // ROWS) * ROWS
 
 
 @jax.tree_util.register_dataclass
@@ -102,21 +111,23 @@ class SentRows:
     this device's, and rows are of its experts.
 
     Attributes:
-      sent: The rows that this device sends, sorted by device and expert.
+      choice: The choices of this device's tokens, sorted by device and expert, with
+        choices of shared experts at the end.
       counts: The number of rows that the first device sends to an expert of the second.
-      order: The index of each row among the arrived rows, and for padding their number.
+      sent: The rows of this device's chunks, and then the rows of shared experts.
+      order: The index of each row among the arrived rows, which are in the order of
+        `sent`, and for padding their number.
       sizes: The number of rows of each of this device's experts. The shared experts
         are last.
-      capacity: The number of rows that can arrive.
-      axis: The mesh axis.
+      chunks: The chunks that travel.
     """
 
+    choice: Int[Array, " sorted"]
+    counts: Int[Array, "p p each"]
     sent: Rows
-    counts: Int[Array, "p p groups"]
     order: Int[Array, " rows"]
     sizes: Int[Array, " groups"]
-    capacity: int = dataclasses.field(metadata={"static": True})
-    axis: str = dataclasses.field(metadata={"static": True})
+    chunks: Chunks = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def sorted_by_expert(
@@ -132,22 +143,18 @@ class SentRows:
         At least `padding` rows of padding follow.
         """
         count = lax.axis_size(axis)
-        each = experts.num_experts // count
-        groups = each + experts.num_shared
-        shared = ids >= experts.num_experts
-        device = jnp.where(shared, lax.axis_index(axis), ids // each)
-        group = jnp.where(shared, ids - experts.num_experts + each, ids % each)
-        keys = (device * groups + group).astype(ids.dtype)
-        sent = Rows.sorted_by_expert(keys, count * groups)
-        counts = lax.all_gather(sent.sizes.reshape(count, groups), axis)
-        arrays = sent.choice, counts
-        return cls.of(*arrays, ids.shape, experts, axis, padding=padding)
+        # Experts are in the order of devices, and shared experts follow them.
+        by_expert = Rows.sorted_by_expert(ids, experts.num_groups)
+        sizes = by_expert.sizes[: experts.num_experts].reshape(count, -1)
+        counts = lax.all_gather(sizes, axis)
+        choice = by_expert.choice[: ids.size]
+        return cls.of(choice, counts, ids.shape, experts, axis, padding=padding)
 
     @classmethod
     def of(
         cls,
-        choice: Int[Array, " sent"],
-        counts: Int[Array, "p p groups"],
+        choice: Int[Array, " sorted"],
+        counts: Int[Array, "p p each"],
         shape: tuple[int, int],
         experts: Experts,
         axis: str,
@@ -157,30 +164,39 @@ class SentRows:
         """Returns the rows that arrive, in the order of this device's experts.
 
         Args:
-          choice: The choices of this device's tokens, sorted by device and expert.
-          counts: The number of rows that the first device sends to an expert of the
-            second.
+          choice: The attribute.
+          counts: The attribute.
           shape: The numbers of this device's tokens and of their choices.
           experts: The experts.
           axis: The mesh axis.
           padding: The least number of rows of padding at the end.
         """
-        here, count = lax.axis_index(axis), len(counts)
-        arrived = counts[:, here]
-        rows = capacity(shape[0], experts, count)
+        tokens, _ = shape
+        chunks = Chunks.of(tokens, experts, len(counts), axis)
+        here, shared = lax.axis_index(axis), experts.num_shared
+        # What a chunk has no place for does not arrive.
+        arrived = jnp.diff(
+            jnp.minimum(jnp.cumsum(counts[:, here], axis=1), chunks.rows), prepend=0
+        )
+        of_shared = jnp.full(shared, tokens, jnp.int32)
+        sizes = jnp.sum(arrived, axis=0, dtype=jnp.int32)
+        sizes = jnp.concatenate(array_types.varying_alike((sizes, of_shared)))
+        of_devices = jnp.sum(counts[here], axis=1, dtype=jnp.int32)
+        in_chunks = _in_chunks(choice, of_devices, chunks, shape, shared)
+        count = _aligned(len(in_chunks)) + padding
         return cls(
-            sent=Rows.of(choice, counts[here].reshape(-1), shape),
+            choice=choice,
             counts=counts,
-            order=_order(arrived, rows, padding),
-            sizes=jnp.sum(arrived, axis=0, dtype=jnp.int32),
-            capacity=rows,
-            axis=axis,
+            sent=Rows.of(in_chunks, sizes, shape),
+            order=_order(arrived, sizes, chunks, count),
+            sizes=sizes,
+            chunks=chunks,
         )
 
     @property
     def saved(self) -> tuple[Array, Array]:
         """The arrays that `restored` takes."""
-        return self.sent.choice, self.counts
+        return self.choice, self.counts
 
     def tiles(self) -> GroupTiles:
         """Lists the tiles of rows, for all matmuls of them."""
@@ -201,47 +217,38 @@ class SentRows:
     def sums(self, x: Float[Array, "rows n"]) -> Float[Array, "tokens n"]:
         """Returns rows in their dtype, and adds up the rows of each token, in float32.
 
-        If any device was sent more rows than it has place for, all sums are NaN.
+        If any device has more rows for another than a chunk has place for, all sums are
+        NaN.
         """
-        largest = jnp.max(jnp.sum(self.counts, axis=(0, 2)))
         sums = self.sent.sums(self._return(x))
-        return jnp.where(largest > self.capacity, jnp.nan, sums)
+        return jnp.where(self.chunks.overflow(self._of_pairs), jnp.nan, sums)
 
     def common(self, scale: Float[Array, ""]) -> Float[Array, ""]:
         """Returns the largest scale of all devices, which fits the rows of all."""
-        return array_types.largest_over(scale, (self.axis,))
+        return array_types.largest_over(scale, (self.chunks.axis,))
 
     @property
-    def _chunks(self) -> Chunks:
-        return Chunks.of(jnp.sum(self.counts, axis=2), self.capacity, self.axis)
+    def _of_pairs(self) -> Int[Array, "p p"]:
+        """The rows that the first device sends to the second."""
+        return jnp.sum(self.counts, axis=2)
 
     def _arrive(self, x: Array) -> Array:
-        return taken(self._chunks.send(x, self.capacity), self.order)
+        return taken(self._exchange(x), self.order)
 
     def _return(self, x: Array) -> Array:
         count = len(self.order)
-        places = jnp.full(self.capacity, count, jnp.int32)
+        places = jnp.full(len(self.sent.choice), count, jnp.int32)
         rows = jnp.arange(count, dtype=jnp.int32)
         places = places.at[self.order].set(rows, mode="drop")
-        chunks = self._chunks.returned()
-        return chunks.send(taken(x, places), len(self.sent.choice))
+        return self._exchange(taken(x, places))
 
-
-def capacity(tokens: int, experts: Experts, devices: int) -> int:
-    """Returns the number of rows that a device has place for, a multiple of 8.
-
-    A token sends a device at most as many rows as the device has experts.
-
-    Args:
-      tokens: The number of each device's tokens.
-      experts: The experts.
-      devices: The number of devices.
-    """
-    most = min(experts.top_k, experts.num_experts // devices)
-    rows = tokens * (devices * most + experts.num_shared)
-    if experts.buffer is not None:
-        rows = min(rows, math.ceil(experts.buffer * tokens * experts.choices))
-    return -(-rows // ROWS) * ROWS
+    def _exchange(self, x: Array) -> Array:
+        """Exchanges the chunks; the rows of shared experts stay."""
+        in_chunks = len(self.counts) * self.chunks.rows
+        exchanged = self.chunks.exchange(x[:in_chunks], self._of_pairs)
+        if len(x) == in_chunks:
+            return exchanged
+        return jnp.concatenate([exchanged, x[in_chunks:]])
 
 
 def sorted_rows(
@@ -279,17 +286,55 @@ def restored(
     return SentRows.of(*saved, shape, experts, axis, padding=padding)
 
 
-def _order(
-    arrived: Int[Array, "p groups"], capacity: int, padding: int
-) -> Int[Array, " rows"]:
-    """Returns where the rows of each group are among rows sorted by sender and group.
+def _in_chunks(
+    choice: Int[Array, " sorted"],
+    sizes: Int[Array, " p"],
+    chunks: Chunks,
+    shape: tuple[int, int],
+    shared: int,
+) -> Int[Array, " sent"]:
+    """Returns the choice of each row of the chunks, and then of shared experts' rows.
 
-    Rows after the last group's have the index `capacity`.
+    Args:
+      choice: The choices, sorted by device, with choices of shared experts at the end.
+      sizes: The number of rows for each device.
+      chunks: The chunks.
+      shape: The numbers of tokens and of their choices.
+      shared: The number of shared experts.
     """
-    sizes = arrived.T.reshape(-1)
-    ends = jnp.cumsum(sizes)
-    first = jnp.cumsum(arrived.reshape(-1)).reshape(arrived.shape) - arrived
-    row = jnp.arange(capacity + padding, dtype=jnp.int32)
+    tokens, choices = shape
+    row = jnp.arange(chunks.rows, dtype=jnp.int32)
+    first = jnp.cumsum(sizes) - sizes
+    nothing = tokens * choices
+    index = jnp.where(row < sizes[:, None], first[:, None] + row, nothing).reshape(-1)
+    rows = choice.at[index].get(mode="fill", fill_value=nothing)
+    return jnp.concatenate([rows, choice[tokens * (choices - shared) :]])
+
+
+def _order(
+    arrived: Int[Array, "p each"],
+    sizes: Int[Array, " groups"],
+    chunks: Chunks,
+    count: int,
+) -> Int[Array, " rows"]:
+    """Returns where the rows of each group are among chunks and shared experts' rows.
+
+    Args:
+      arrived: The number of rows of each sender and group, at most a chunk's.
+      sizes: The number of rows of each group, of which shared experts are the last.
+      chunks: The chunks.
+      count: The number of rows. Rows after the last group's have an index after the
+        last arrived row.
+    """
+    senders, each = arrived.shape
+    chunk = chunks.rows * jnp.arange(senders, dtype=jnp.int32)
+    starts = chunk[:, None] + jnp.cumsum(arrived, axis=1) - arrived
+    shared = sizes[each:]
+    of_shared = senders * chunks.rows + jnp.cumsum(shared) - shared
+    start = jnp.concatenate([starts.T.reshape(-1), of_shared])
+    size = jnp.concatenate([arrived.T.reshape(-1), shared])
+    ends = jnp.cumsum(size)
+    row = jnp.arange(count, dtype=jnp.int32)
     segment = jnp.sum(row[:, None] >= ends[:-1], axis=1)
-    index = first.T.reshape(-1)[segment] + row - (ends - sizes)[segment]
-    return jnp.where(row < ends[-1], index, capacity).astype(jnp.int32)
+    index = start[segment] + row - (ends - size)[segment]
+    return jnp.where(row < ends[-1], index, senders * chunks.rows + jnp.sum(shared))
