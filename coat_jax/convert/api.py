@@ -13,6 +13,7 @@ from coat_jax.convert.objects import object_model
 from coat_jax.convert.record import ModelRecord
 from coat_jax.convert.rules import Rule, Rules, chooser
 from coat_jax.fusion.fuse import fusion
+from coat_jax.fusion.gathers import gathers
 from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.remat.modules import over_nodes
 from coat_jax.remat.plan import Options
@@ -98,7 +99,7 @@ def fp8[ModelRecord](
         policy=policy,
         key=None,
         rerun_attention=rerun_attention,
-        rewrites=(fusion(format, group, where, None),),
+        rewrites=(fusion(format, group, where, None), gathers),
     )
     rules = Rules(blocks=blocks, matmuls=matmuls)
     if isinstance(model, nn.Module):

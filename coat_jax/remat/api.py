@@ -44,6 +44,7 @@ from flax import linen as nn
 from flax import nnx
 
 from coat_jax.fusion.fuse import fusion
+from coat_jax.fusion.gathers import gathers
 from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.remat.modules import (
     linen_class,
@@ -159,7 +160,7 @@ def fp8_remat[Target](
         policy=policy,
         key=key,
         rerun_attention=rerun_attention,
-        rewrites=(fusion(format, group, where, key),),
+        rewrites=(fusion(format, group, where, key), gathers),
     )
     try:
         argnums = tuple(map(operator.index, np.atleast_1d(params_argnums)))

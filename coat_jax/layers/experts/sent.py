@@ -22,8 +22,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 import pallas_kernels as kernels
+from coat_jax.fp8.rows import taken
 from coat_jax.layers.experts.routing import Experts
-from coat_jax.layers.experts.rows import Rows, taken
+from coat_jax.layers.experts.rows import Rows
 from pallas_kernels import GroupTiles
 from pallas_kernels.dispatch import array_types
 from pallas_kernels.ops.grouped_matmul.tiles import ROWS

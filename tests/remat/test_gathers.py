@@ -1,0 +1,142 @@
+"""Tests of gathers by permutations, with gradients that are gathers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import coat_jax as coat
+from coat_jax.fusion.gathers import gathers
+
+TOKENS, CHOICES, WIDTH = 6, 4, 16
+SIZE = TOKENS * CHOICES
+
+
+def _order(ids):
+    return jnp.argsort(ids)
+
+
+def _moved(x, ids):
+    return x[_order(ids) // CHOICES]
+
+
+def _there_and_back(x, ids):
+    order = _order(ids)
+    rows = jnp.square(x[order // CHOICES])
+    return rows[jnp.argsort(order).reshape(TOKENS, CHOICES)]
+
+
+def _shifted(x, ids):
+    return x[lax.shift_right_logical(_order(ids), 2)]
+
+
+# Functions of x [TOKENS, WIDTH] and integers, and the number of their gathers with
+# gradients by gathers.
+HITS = {
+    "tokens by order": (_moved, 1),
+    "there and back": (_there_and_back, 2),
+    "taken": (lambda x, ids: jnp.take(x, _order(ids) // CHOICES, axis=0), 1),
+    "clipped": (lambda x, i: x.at[_order(i) // CHOICES].get(mode="clip"), 1),
+    "descending": (lambda x, i: x[jnp.argsort(i, descending=True) // CHOICES], 1),
+    "sorted with numbers": (
+        lambda x, i: x[lax.sort_key_val(i, jnp.arange(SIZE))[1] // CHOICES],
+        1,
+    ),
+    "repeated": (lambda x, i: x[jnp.arange(SIZE) // CHOICES], 1),
+    "matrices": (lambda x, i: x.reshape(TOKENS, 4, -1)[_order(i) // CHOICES], 1),
+    "scaled and shifted": (lambda x, i: x[(2 * _order(i) + 1) // (2 * CHOICES)], 1),
+}
+MISSES = {
+    "the integers": lambda x, i: x[i],
+    "the sorted integers": lambda x, i: x[jnp.sort(i)],
+    "fewer rows": lambda x, i: x[_order(i) // (2 * CHOICES)],
+    "rows in turns": lambda x, i: x[_order(i) % TOKENS],
+    "beyond the end": lambda x, i: x[_order(i) // CHOICES + 1],
+    "from the end": lambda x, i: x[-1 - _order(i) // CHOICES],
+    "by another integer": lambda x, i: x[(_order(i) + i) // CHOICES],
+    "two orders": lambda x, i: x[(_order(i) - _order(-i)) // CHOICES],
+    "a part of the order": lambda x, i: x[_order(i)[: SIZE // 2] // CHOICES],
+    "columns": lambda x, i: x.T[:, _order(i) // CHOICES],
+    "parts of rows": lambda x, i: lax.gather(
+        x,
+        (_order(i) // CHOICES)[:, None],
+        lax.GatherDimensionNumbers(
+            offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,)
+        ),
+        slice_sizes=(1, WIDTH // 2),
+    ),
+    "divided by nothing": lambda x, i: x[lax.div(_order(i), 0)],
+    "constant order": lambda x, i: x[jnp.asarray(np.arange(SIZE) // CHOICES)] + i[0],
+}
+
+
+def arguments(seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((TOKENS, WIDTH), np.float32)
+    return jnp.asarray(x), jnp.asarray(rng.integers(0, 5, SIZE))
+
+
+def rewritten(fn):
+    program = jax.make_jaxpr(fn)(*arguments()).jaxpr
+    return program, gathers(program, (), ())
+
+
+@pytest.mark.parametrize("name", HITS)
+def test_gradients_are_gathers(name):
+    fn, count = HITS[name]
+    names = [eqn.primitive.name for eqn in rewritten(fn)[1].eqns]
+    assert names.count("gather_rows") == count
+    x, ids = arguments(1)
+
+    def loss(x, fn):
+        return jnp.sum(jnp.sin(fn(x, ids)))
+
+    ours = jax.jit(jax.value_and_grad(lambda x: loss(x, coat.fp8_remat(fn))))
+    expected = jax.value_and_grad(loss)(x, fn)
+    for a, b in zip(ours(x), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-1 if "back" in name else 1e-5)
+    text = str(jax.make_jaxpr(ours)(x))
+    assert f"f32[{TOKENS},{WIDTH}] = scatter-add" not in text
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_other_gathers_stay(name):
+    program, after = rewritten(MISSES[name])
+    assert after is program
+
+
+def test_a_transposing_reshape_is_no_order():
+    def fn(x, ids):
+        pairs = _order(ids).reshape(2, -1)
+        return x[lax.reshape(pairs, (SIZE,), dimensions=(1, 0)) // CHOICES]
+
+    program, after = rewritten(fn)
+    assert after is program
+
+
+def test_rows_are_added_in_float32():
+    """The sum of 4 gradients in BF16, of which 3 vanish beside the first."""
+
+    def fn(x, ids):
+        scale = jnp.where(jnp.arange(SIZE) % CHOICES == 0, 256, 1)
+        return jnp.sum((x[jnp.argsort(ids) // CHOICES].T * scale).astype(jnp.float32))
+
+    x = jnp.ones((TOKENS, WIDTH), jnp.bfloat16)
+    grads = jax.grad(coat.fp8_remat(fn))(x, jnp.arange(SIZE))
+    # 259 is between two numbers of BF16, 258 and 260, and the even one is chosen.
+    np.testing.assert_array_equal(grads.astype(np.float32), 260.0)
+
+
+def test_mapped_and_in_loops():
+    x, ids = arguments(2)
+    many = jnp.stack([ids, ids[::-1]])
+
+    def loss(x, wrap):
+        moved = wrap(_moved)
+        mapped = jax.vmap(moved, (None, 0))(x, many)
+        looped, _ = lax.scan(lambda c, i: (c + jnp.sum(moved(c, i)), None), x, many)
+        return jnp.sum(jnp.sin(mapped)) + jnp.sum(jnp.cos(looped))
+
+    ours = jax.grad(loss)(x, coat.fp8_remat)
+    np.testing.assert_allclose(ours, jax.grad(loss)(x, lambda fn: fn), rtol=1e-5)
