@@ -276,9 +276,8 @@ def _with_fp8_residuals(
             save(number, *way, x)
             for number, (way, x) in enumerate(zip(ways, given, strict=True))
         ]
-        references = [
-            a if n else None for a, n in zip(args, planned.needed, strict=True)
-        ]
+        needed = zip((*traced.forward.consts, *args), planned.needed, strict=True)
+        references = [x if is_needed else None for x, is_needed in needed]
         return outputs, (references, saved, planned)
 
     @outline
