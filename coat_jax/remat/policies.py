@@ -4,18 +4,25 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from coat_jax.programs.graph import written_out
 from coat_jax.programs.primitives import (
     TABLE,
     Kind,
+    all_eqns,
     bodies_of,
     is_foreign,
 )
+from coat_jax.quantization.formats import E4M3, E5M2
+from coat_jax.remat.trace import Linearized, linearize
 from pallas_kernels import versions
 
 Policy = Callable[..., Any]
+
+_CODES = (E4M3.dtype, E5M2.dtype)
 
 # Batched matmuls that contract at most this many elements count as attention scores.
 _LARGEST_HEAD = 256
@@ -59,7 +66,28 @@ def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> 
     )
 
 
-def saved_on_device(policy: Policy) -> Policy:
+def linearize_by_policy(
+    fn: Callable, *args: Any, constants: int, policy: Policy
+) -> Linearized:
+    """Traces `jax.vjp` of `fn` under `jax.checkpoint`, as `linearize` does."""
+
+    def linearized(policy: Policy) -> Linearized:
+        # Recomputation reads FP8 copies, or arrays that passed an optimization barrier.
+        # XLA cannot merge it with the forward pass, so prevent_cse is not needed.
+        by_policy = jax.checkpoint(fn, prevent_cse=False, policy=policy)
+        return linearize(by_policy, *args, constants=constants)
+
+    # Arrays to offload are quantized before they leave the device.
+    traced = linearized(_saved_on_device(policy))
+    program = traced.forward.jaxpr
+    if _saves_codes(policy, program):
+        policy = _saving_maxima(policy)
+        traced = linearized(_saved_on_device(policy))
+    in_bodies = _offloads_in_bodies(policy, written_out(program))
+    return linearized(policy) if in_bodies else traced
+
+
+def _saved_on_device(policy: Policy) -> Policy:
     """Returns a policy that saves on the device what `policy` offloads."""
 
     def decide(*args: Any, **params: Any) -> Any:
@@ -70,6 +98,39 @@ def saved_on_device(policy: Policy) -> Policy:
     return decide
 
 
+def _saves_codes(policy: Policy, program: core.Jaxpr) -> bool:
+    """Returns whether a policy saves FP8 codes, or what is computed from them."""
+    return any(
+        _is_saved(policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params))
+        for eqn in all_eqns(program.eqns)
+        if any(v.aval.dtype in _CODES for v in (*eqn.invars, *eqn.outvars))
+    )
+
+
+def _saving_maxima(policy: Policy) -> Policy:
+    """Returns a policy that saves the maxima of which scales are computed, too.
+
+    Saved codes have the scale of the forward pass. The amax of a copy may have another
+    one: scales are powers of two, and rounding moves an amax across their bounds.
+    """
+
+    def decide(primitive: core.Primitive, *types: Any, **params: Any) -> Any:
+        # Maxima compare the bits of numbers, and there are few of them.
+        if primitive.name == "reduce_max" and types[0].dtype == jnp.uint32:
+            return True
+        if getattr(params.get("launch"), "name", None) == "maxima":
+            return True
+        return policy(primitive, *types, **params)
+
+    return decide
+
+
+def _is_saved(decision: Any) -> bool:
+    """Returns whether a policy's decision is to save, on the device or the host."""
+    # The class of decisions to recompute is not public, and its object is true.
+    return bool(decision) and type(decision).__name__ != "RecomputeType"
+
+
 def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:
     """Returns whether a policy offloads the results of an operation to the host."""
     if policy is None:
@@ -78,10 +139,10 @@ def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:
     return _leaves_device(policy(eqn.primitive, *types, **eqn.params))
 
 
-def offloads_in_bodies(policy: Policy, program: core.Jaxpr) -> bool:
+def _offloads_in_bodies(policy: Policy, program: core.Jaxpr) -> bool:
     """Returns whether a policy offloads arrays of a loop's body, or another one's."""
     return any(
-        offloads(policy, eqn) or offloads_in_bodies(policy, body)
+        offloads(policy, eqn) or _offloads_in_bodies(policy, body)
         for outer in program.eqns
         for body in bodies_of(outer)
         for eqn in body.eqns
