@@ -12,18 +12,16 @@ from coat_jax.programs.graph import written_out
 from coat_jax.programs.primitives import (
     TABLE,
     Kind,
-    all_eqns,
     bodies_of,
     is_foreign,
 )
-from coat_jax.quantization.formats import E4M3, E5M2
 from coat_jax.remat.trace import Linearized, linearize
 from pallas_kernels import versions
 
 Policy = Callable[..., Any]
 
-_CODES = (E4M3.dtype, E5M2.dtype)
-
+# The names of `jax.checkpoint` in programs, in JAX's versions.
+_CHECKPOINTS = ("checkpoint", "remat2")
 # Batched matmuls that contract at most this many elements count as attention scores.
 _LARGEST_HEAD = 256
 
@@ -77,14 +75,42 @@ def linearize_by_policy(
         by_policy = jax.checkpoint(fn, prevent_cse=False, policy=policy)
         return linearize(by_policy, *args, constants=constants)
 
+    policy = _saving_maxima(policy)
     # Arrays to offload are quantized before they leave the device.
     traced = linearized(_saved_on_device(policy))
-    program = traced.forward.jaxpr
-    if _saves_codes(policy, program):
-        policy = _saving_maxima(policy)
-        traced = linearized(_saved_on_device(policy))
-    in_bodies = _offloads_in_bodies(policy, written_out(program))
+    in_bodies = _offloads_in_bodies(policy, written_out(traced.forward.jaxpr))
     return linearized(policy) if in_bodies else traced
+
+
+def with_maxima_saved(program: core.Jaxpr) -> core.Jaxpr:
+    """Returns a program of which the policies save maxima of codes, too.
+
+    These are the policies of `jax.checkpoint`, in nested programs as well.
+    """
+    eqns = []
+    for eqn in program.eqns:
+        params = {name: _in_bodies(value) for name, value in eqn.params.items()}
+        if eqn.primitive.name in _CHECKPOINTS:
+            params["policy"] = _saving_maxima(params["policy"])
+        is_same = all(params[name] is value for name, value in eqn.params.items())
+        eqns.append(eqn if is_same else eqn.replace(params=params))
+    is_same = all(new is old for new, old in zip(eqns, program.eqns, strict=True))
+    return program if is_same else program.replace(eqns=eqns)
+
+
+def _in_bodies(value: Any) -> Any:
+    """Applies `with_maxima_saved` to the programs of an operation's parameter."""
+    if isinstance(value, core.ClosedJaxpr):
+        program = with_maxima_saved(value.jaxpr)
+        is_same = program is value.jaxpr
+        return value if is_same else core.ClosedJaxpr(program, value.consts)
+    if isinstance(value, core.Jaxpr):
+        return with_maxima_saved(value)
+    if type(value) is tuple:  # The branches of a cond.
+        values = tuple(map(_in_bodies, value))
+        is_same = all(new is old for new, old in zip(values, value, strict=True))
+        return value if is_same else values
+    return value
 
 
 def _saved_on_device(policy: Policy) -> Policy:
@@ -98,21 +124,16 @@ def _saved_on_device(policy: Policy) -> Policy:
     return decide
 
 
-def _saves_codes(policy: Policy, program: core.Jaxpr) -> bool:
-    """Returns whether a policy saves FP8 codes, or what is computed from them."""
-    return any(
-        _is_saved(policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params))
-        for eqn in all_eqns(program.eqns)
-        if any(v.aval.dtype in _CODES for v in (*eqn.invars, *eqn.outvars))
-    )
-
-
-def _saving_maxima(policy: Policy) -> Policy:
+def _saving_maxima(policy: Policy | None) -> Policy | None:
     """Returns a policy that saves the maxima of which scales are computed, too.
 
-    Saved codes have the scale of the forward pass. The amax of a copy may have another
-    one: scales are powers of two, and rounding moves an amax across their bounds.
+    Codes that a policy saves, and products of codes, have the scales of the forward
+    pass. The amax of a copy may have another one: scales are powers of two, and
+    rounding moves an amax across their bounds. If nothing is saved, codes are computed
+    with the scales of the copies.
     """
+    if policy in (None, jax.checkpoint_policies.nothing_saveable):
+        return policy
 
     def decide(primitive: core.Primitive, *types: Any, **params: Any) -> Any:
         # Maxima compare the bits of numbers, and there are few of them.
@@ -123,12 +144,6 @@ def _saving_maxima(policy: Policy) -> Policy:
         return policy(primitive, *types, **params)
 
     return decide
-
-
-def _is_saved(decision: Any) -> bool:
-    """Returns whether a policy's decision is to save, on the device or the host."""
-    # The class of decisions to recompute is not public, and its object is true.
-    return bool(decision) and type(decision).__name__ != "RecomputeType"
 
 
 def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:

@@ -27,7 +27,7 @@ from coat_jax.remat.fingerprint import fingerprint
 from coat_jax.remat.notes import Note
 from coat_jax.remat.outline import KEPT, outlined
 from coat_jax.remat.plan import Copy, Options, Wide, plan
-from coat_jax.remat.policies import linearize_by_policy
+from coat_jax.remat.policies import linearize_by_policy, with_maxima_saved
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import versions
 from pallas_kernels.dispatch import array_types, operations
@@ -204,6 +204,7 @@ class _Programs:
         paths, is_param = _current.get().arrays()
         for rewrite in options.rewrites:
             program = rewrite(program, paths, is_param)
+        program = with_maxima_saved(program)
         # The constants become arguments, since tracers among them must not be kept.
         program = versions.constants_as_arguments(program)
         traced = [_is_traced(x) for x in jaxpr.consts]

@@ -1,4 +1,4 @@
-"""Tests policies of `fp8_remat` that save FP8 codes, or products of codes."""
+"""Tests policies that save FP8 codes, or products of codes, under `fp8_remat`."""
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +9,32 @@ from helpers.models import normal
 from coat_jax import fp8_dot_general, fp8_remat
 from coat_jax.remat.policies import products_saveable
 
+POLICIES = {
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "products": products_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def in_scan(fn):
+    """Returns a function that computes `fn` in a loop of one turn."""
+    return lambda *args: jax.lax.scan(
+        lambda _, x: (None, fn(*args)), None, None, length=1
+    )[1][0]
+
+
+PLACES = {
+    "fp8_remat": lambda fn, policy: fp8_remat(fn, policy=policy),
+    "checkpoint": lambda fn, policy: fp8_remat(jax.checkpoint(fn, policy=policy)),
+    "loop": lambda fn, policy: fp8_remat(in_scan(jax.checkpoint(fn, policy=policy))),
+}
+
 
 @pytest.mark.internals
-@pytest.mark.parametrize("name", ["dots", "products", "nothing"])
-def test_saved_codes_keep_their_scales_under_a_policy(name):
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_saved_codes_keep_their_scales(name, place):
     """The scale of an amax of 3.624 is half the scale of its copy, 3.637."""
-    policy = {
-        "dots": jax.checkpoint_policies.dots_saveable,
-        "products": products_saveable,
-        "nothing": jax.checkpoint_policies.nothing_saveable,
-    }[name]
 
     def operand(seed, *shape):
         x = normal(seed, *shape)
@@ -30,7 +46,7 @@ def test_saved_codes_keep_their_scales_under_a_policy(name):
 
     w, dy = normal(1, 64, 96), normal(2, 64, 96)
     a, b = operand(3, 64, 128), operand(4, 128, 64)
-    light = fp8_remat(fn, policy=policy)
+    light = PLACES[place](fn, POLICIES[name])
     actual = jax.jit(lambda w, a, b: jax.vjp(light, w, a, b)[1](dy))(w, a, b)
     w, a, b, dy = (np.asarray(x, np.float64) for x in (w, a, b, dy))
     y = a @ b / 8
