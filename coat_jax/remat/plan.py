@@ -149,15 +149,15 @@ class Plan:
     """The way in which each residual of a function is saved and restored.
 
     Attributes:
-      kept: One entry per residual. An index says that the residual is that argument of
-        the function, and "recompute" that backward computes it. `Wide` and `Copy` say
-        that it is saved, as it is or as an FP8 copy.
+      kept: One entry per residual. An index says that the residual is that argument, or
+        constant, and "recompute" that backward computes it. `Wide` and `Copy` say that
+        it is saved, as it is or as an FP8 copy.
       extras: The arrays that are saved besides residuals.
-      needed: Whether the backward pass reads each argument. Arguments are kept by
-        reference and take no memory of their own.
-      recompute: The function that takes the arguments (None if not needed) and the
-        saved arrays, residuals before extras. It returns the residuals that `kept`
-        marks as "recompute".
+      needed: Whether the backward pass reads each constant of the forward program and
+        then each argument. They are kept by reference and take no memory of their own.
+      recompute: The function that takes the constants and arguments (None if not
+        needed) and the saved arrays, residuals before extras. It returns the residuals
+        that `kept` marks as "recompute".
       vjp_tree: The tree structure of the function that `jax.vjp` returns.
     """
 
@@ -171,9 +171,12 @@ class Plan:
 def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan:
     """Decides how each residual is saved.
 
-    `is_param` has one entry per argument: True for parameters.
+    `is_param` has one entry per argument: True for parameters. Constants of the forward
+    program, which derivative rules bring along, are parameters before the arguments.
     """
     program = written_out(traced.forward.jaxpr)
+    is_param = [True] * len(program.constvars) + [*is_param]
+    program = versions.constants_as_arguments(program)
     residuals = program.outvars[traced.num_outputs :]
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
     computed = _computed_from(program, is_param)

@@ -4,19 +4,24 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from coat_jax.programs.graph import written_out
 from coat_jax.programs.primitives import (
     TABLE,
     Kind,
     bodies_of,
     is_foreign,
 )
+from coat_jax.remat.trace import Linearized, linearize
 from pallas_kernels import versions
 
 Policy = Callable[..., Any]
 
+# The names of `jax.checkpoint` in programs, in JAX's versions.
+_CHECKPOINTS = ("checkpoint", "remat2")
 # Batched matmuls that contract at most this many elements count as attention scores.
 _LARGEST_HEAD = 256
 
@@ -59,13 +64,84 @@ def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> 
     )
 
 
-def saved_on_device(policy: Policy) -> Policy:
+def linearize_by_policy(
+    fn: Callable, *args: Any, constants: int, policy: Policy
+) -> Linearized:
+    """Traces `jax.vjp` of `fn` under `jax.checkpoint`, as `linearize` does."""
+
+    def linearized(policy: Policy) -> Linearized:
+        # Recomputation reads FP8 copies, or arrays that passed an optimization barrier.
+        # XLA cannot merge it with the forward pass, so prevent_cse is not needed.
+        by_policy = jax.checkpoint(fn, prevent_cse=False, policy=policy)
+        return linearize(by_policy, *args, constants=constants)
+
+    policy = _saving_maxima(policy)
+    # Arrays to offload are quantized before they leave the device.
+    traced = linearized(_saved_on_device(policy))
+    in_bodies = _offloads_in_bodies(policy, written_out(traced.forward.jaxpr))
+    return linearized(policy) if in_bodies else traced
+
+
+def with_maxima_saved(program: core.Jaxpr) -> core.Jaxpr:
+    """Returns a program of which the policies save maxima of codes, too.
+
+    These are the policies of `jax.checkpoint`, in nested programs as well.
+    """
+    eqns = []
+    for eqn in program.eqns:
+        params = {name: _in_bodies(value) for name, value in eqn.params.items()}
+        if eqn.primitive.name in _CHECKPOINTS:
+            params["policy"] = _saving_maxima(params["policy"])
+        is_same = all(params[name] is value for name, value in eqn.params.items())
+        eqns.append(eqn if is_same else eqn.replace(params=params))
+    is_same = all(new is old for new, old in zip(eqns, program.eqns, strict=True))
+    return program if is_same else program.replace(eqns=eqns)
+
+
+def _in_bodies(value: Any) -> Any:
+    """Applies `with_maxima_saved` to the programs of an operation's parameter."""
+    if isinstance(value, core.ClosedJaxpr):
+        program = with_maxima_saved(value.jaxpr)
+        is_same = program is value.jaxpr
+        return value if is_same else core.ClosedJaxpr(program, value.consts)
+    if isinstance(value, core.Jaxpr):
+        return with_maxima_saved(value)
+    if type(value) is tuple:  # The branches of a cond.
+        values = tuple(map(_in_bodies, value))
+        is_same = all(new is old for new, old in zip(values, value, strict=True))
+        return value if is_same else values
+    return value
+
+
+def _saved_on_device(policy: Policy) -> Policy:
     """Returns a policy that saves on the device what `policy` offloads."""
 
     def decide(*args: Any, **params: Any) -> Any:
         decision = policy(*args, **params)
         _leaves_device(decision)  # Refuses what no pass could do.
         return True if versions.is_offload(decision) else decision
+
+    return decide
+
+
+def _saving_maxima(policy: Policy | None) -> Policy | None:
+    """Returns a policy that saves the maxima of which scales are computed, too.
+
+    Codes that a policy saves, and products of codes, have the scales of the forward
+    pass. The amax of a copy may have another one: scales are powers of two, and
+    rounding moves an amax across their bounds. If nothing is saved, codes are computed
+    with the scales of the copies.
+    """
+    if policy in (None, jax.checkpoint_policies.nothing_saveable):
+        return policy
+
+    def decide(primitive: core.Primitive, *types: Any, **params: Any) -> Any:
+        # Maxima compare the bits of numbers, and there are few of them.
+        if primitive.name == "reduce_max" and types[0].dtype == jnp.uint32:
+            return True
+        if getattr(params.get("launch"), "name", None) == "maxima":
+            return True
+        return policy(primitive, *types, **params)
 
     return decide
 
@@ -78,10 +154,10 @@ def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:
     return _leaves_device(policy(eqn.primitive, *types, **eqn.params))
 
 
-def offloads_in_bodies(policy: Policy, program: core.Jaxpr) -> bool:
+def _offloads_in_bodies(policy: Policy, program: core.Jaxpr) -> bool:
     """Returns whether a policy offloads arrays of a loop's body, or another one's."""
     return any(
-        offloads(policy, eqn) or offloads_in_bodies(policy, body)
+        offloads(policy, eqn) or _offloads_in_bodies(policy, body)
         for outer in program.eqns
         for body in bodies_of(outer)
         for eqn in body.eqns

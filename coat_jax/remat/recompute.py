@@ -44,7 +44,7 @@ class Derivation:
         """Starts with the arrays that follow from `constants`.
 
         Args:
-          program: A program with its calls inlined.
+          program: A program with its calls inlined, without constants.
           constants: Parameters, and arrays that are recomputed from parameters.
           statistics: The results of reductions of rows, and what follows in their size.
           group: The number of elements of a copy's group, which slices must not cut.
@@ -54,7 +54,6 @@ class Derivation:
         order = *program.invars, *self._makers
         self._order = {var: position for position, var in enumerate(order)}
         self.known = dict.fromkeys(variables(constants), Known())
-        self.known |= dict.fromkeys(program.constvars, Known())
         for eqn in program.eqns:
             operands = variables(eqn.invars)
             for var in operands:

@@ -16,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
 
-from coat_jax.programs.graph import written_out
 from coat_jax.quantization.array import (
     QuantizedArray,
     scales_as_bits,
@@ -28,7 +27,7 @@ from coat_jax.remat.fingerprint import fingerprint
 from coat_jax.remat.notes import Note
 from coat_jax.remat.outline import KEPT, outlined
 from coat_jax.remat.plan import Copy, Options, Wide, plan
-from coat_jax.remat.policies import offloads_in_bodies, saved_on_device
+from coat_jax.remat.policies import linearize_by_policy, with_maxima_saved
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import versions
 from pallas_kernels.dispatch import array_types, operations
@@ -205,6 +204,7 @@ class _Programs:
         paths, is_param = _current.get().arrays()
         for rewrite in options.rewrites:
             program = rewrite(program, paths, is_param)
+        program = with_maxima_saved(program)
         # The constants become arguments, since tracers among them must not be kept.
         program = versions.constants_as_arguments(program)
         traced = [_is_traced(x) for x in jaxpr.consts]
@@ -245,16 +245,9 @@ def _with_fp8_residuals(
     def linearized(args):
         if options.policy is None:
             return linearize(fn, *args, constants=constants)
-        # Recomputation reads FP8 copies, or arrays that passed the barrier of `_after`.
-        # XLA cannot merge it with the forward pass, so prevent_cse is not needed.
-        checkpoint = partial(jax.checkpoint, fn, prevent_cse=False)
-        # Arrays to offload are quantized before they leave the device.
-        by_policy = checkpoint(policy=saved_on_device(options.policy))
-        traced = linearize(by_policy, *args, constants=constants)
-        if offloads_in_bodies(options.policy, written_out(traced.forward.jaxpr)):
-            by_policy = checkpoint(policy=options.policy)
-            traced = linearize(by_policy, *args, constants=constants)
-        return traced
+        return linearize_by_policy(
+            fn, *args, constants=constants, policy=options.policy
+        )
 
     @jax.custom_vjp
     def run(key, *args):
@@ -276,9 +269,8 @@ def _with_fp8_residuals(
             save(number, *way, x)
             for number, (way, x) in enumerate(zip(ways, given, strict=True))
         ]
-        references = [
-            a if n else None for a, n in zip(args, planned.needed, strict=True)
-        ]
+        needed = zip((*traced.forward.consts, *args), planned.needed, strict=True)
+        references = [x if is_needed else None for x, is_needed in needed]
         return outputs, (references, saved, planned)
 
     @outline

@@ -147,3 +147,53 @@ def test_gradients_that_are_clipped_twice_are_added_then(wrap):
     expected = np.clip(exact, -0.01, 0.01) + np.clip(2 * exact, -0.01, 0.01)
     # Rounding changes the sign of small gradients. Once clipped, they would be half.
     assert np.linalg.norm(dw - expected) <= 0.35 * np.linalg.norm(expected)
+
+
+_CONSTANT = np.random.default_rng(0).uniform(0.5, 2.0, (64, K)).astype(np.float32)
+
+
+def _scaled_rows(w, x):
+    return (x * jnp.asarray(_CONSTANT)) @ w
+
+
+def _scaled_backward(saved, dy):
+    w, x, constant = saved
+    return (x * constant).T @ dy, (dy @ w.T) * constant
+
+
+_RULED_CALLS = {
+    "plain": lambda fn: fn,
+    "jit": jax.jit,
+    "scan": lambda fn: (
+        lambda w, x: jax.lax.scan(
+            lambda total, _: (total + fn(w, x), None), jnp.zeros_like(x), length=3
+        )[0]
+    ),
+}
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("name", _RULED_CALLS)
+@pytest.mark.parametrize("saved", [True, False])
+def test_rules_read_constants_of_their_own(name, saved):
+    """JAX first sees such a constant when it differentiates the function."""
+    ruled = jax.custom_vjp(_scaled_rows)
+
+    def forward(w, x):
+        return _scaled_rows(w, x), (w, x, jnp.asarray(_CONSTANT))
+
+    if saved:
+        ruled.defvjp(forward, _scaled_backward)
+    else:
+        ruled.defvjp(
+            lambda w, x: (_scaled_rows(w, x), (w, x)),
+            lambda saved, dy: jax.vjp(_scaled_rows, *saved)[1](dy),
+        )
+    w, x, dy = normal(1, K, K, scale=0.1), normal(2, 64, K), normal(3, 64, K)
+    call = _RULED_CALLS[name](fp8_remat(ruled))
+    dw, dx = jax.jit(lambda w, x: jax.vjp(call, w, x)[1](dy))(w, x)
+    w, x, dy = (np.asarray(a, np.float64) for a in (w, x, dy))
+    times = 3 if name == "scan" else 1
+    np.testing.assert_allclose(dx, times * (dy @ w.T) * _CONSTANT, rtol=1e-4, atol=1e-4)
+    expected = times * (x * _CONSTANT).T @ dy
+    assert np.linalg.norm(dw - expected) <= 0.05 * np.linalg.norm(expected)
