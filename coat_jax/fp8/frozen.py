@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+import pallas_kernels as kernels
 from coat_jax.fp8 import matmul
 from coat_jax.quantization.formats import E5M2
 from pallas_kernels import Scaled
@@ -99,7 +100,7 @@ def _backward(residuals, dy):
     gradient = matmul.quantize_tensor(scaled, E5M2, copies="row")
     one = jnp.ones((), jnp.float32)
     dx = matmul.matmul_codes(
-        gradient.row, codes.T, gradient.scale, one, dtype=like.dtype
+        gradient.row, kernels.transpose(codes), gradient.scale, one, dtype=like.dtype
     )
     return dx, None, None
 
