@@ -108,8 +108,9 @@ def linear(x: Float[Array, "*batch k"], w: Adapted) -> Float[Array, "..."]:
     else:
         weight = lax.stop_gradient(w.weight).astype(x.dtype)
         y = jnp.tensordot(x, weight, axes=(-1, -1))
-    low = jnp.tensordot(x, w.a.astype(x.dtype), axes=(-1, -1))
-    return y + w.factor * jnp.tensordot(low, w.b.astype(x.dtype), axes=(-1, -1))
+    # The factor multiplies the smallest array of these: no wide one is written for it.
+    low = jnp.tensordot(x, w.a.astype(x.dtype), axes=(-1, -1)) * w.factor
+    return y + jnp.tensordot(low, w.b.astype(x.dtype), axes=(-1, -1))
 
 
 # The recipes of layers with adapters. No recipe computes gradients of frozen weights.
