@@ -47,8 +47,10 @@ def freeze(weight: Float[Array, "... k"]) -> Codes:
 
 
 def thawed(weight: Codes, dtype: Any) -> Float[Array, "... k"]:
-    """Returns the numbers of a frozen weight, codes times the scale."""
-    return (weight.row.astype(jnp.float32) * weight.scale).astype(dtype)
+    """Returns the numbers of a frozen weight, or of a stack of such weights."""
+    codes, scale = weight.row, weight.scale
+    scale = jnp.expand_dims(scale, tuple(range(scale.ndim, codes.ndim)))
+    return (codes.astype(jnp.float32) * scale).astype(dtype)
 
 
 def frozen_linear(
