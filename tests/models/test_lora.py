@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import oracle
+from helpers.marks import slow
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import coat_jax as coat
 from coat_jax.fp8.frozen import freeze, frozen_linear, thawed
 from coat_jax.models import hf, llama, lora
+from pallas_kernels import Codes
 from pallas_kernels.dispatch import devices
 
 _CONFIG = llama.LlamaConfig(
@@ -82,7 +84,9 @@ def test_frozen_matmul_is_that_of_rounded_numbers(implementation, monkeypatch, r
 
 
 def test_frozen_weights_have_no_gradient_and_match_in_size(rng):
-    x, w = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((6, 4), (2, 3, 4)))
+    x, w = (
+        jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((6, 4), (2, 3, 4))
+    )
     with pytest.raises(ValueError, match=r"x and w need \[..., k\]"):
         frozen_linear(jnp.ones((2, 3)), freeze(jnp.ones((4, 5))))
     y, vjp = jax.vjp(frozen_linear, x, w)
@@ -200,6 +204,32 @@ def test_frozen_weights_take_a_byte_and_their_gradients_nothing():
         x.size for x in jax.tree.leaves(params)
     )
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("recipe", [slow("coat"), "coat_max"])
+def test_gradients_in_fp8_are_close_to_those_of_the_same_weights(recipe):
+    """The oracle is float32 autodiff of a model with the numbers of the codes."""
+    # Arrays of fewer tokens are too small to be saved in FP8.
+    tokens = jax.random.randint(jax.random.key(3), (2, 65), 0, 64)
+    graph, params, frozen = _adapted(recipe)
+    wide, _, numbers = _adapted("bf16")
+    for name in ("qkv", "out", "gate_up", "down"):
+        weight = frozen["layers"][name]
+        codes = Codes(weight["codes"][...], None, weight["scale"][...])
+        numbers["layers"][name]["codes"].set_value(thawed(codes, jnp.float32))
+
+    @jax.jit
+    def gradients(params, frozen, numbers):
+        return [
+            jax.grad(lambda p, g=g, c=c: _loss(nnx.merge(g, p, c), tokens))(params)
+            for g, c in ((graph, frozen), (wide, numbers))
+        ]
+
+    actual, expected = map(jax.tree.leaves, gradients(params, frozen, numbers))
+    assert len(actual) == 8
+    for a, b in zip(actual, expected, strict=True):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert 0 < error < 0.1
 
 
 @pytest.mark.slow
