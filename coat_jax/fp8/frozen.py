@@ -87,8 +87,8 @@ def frozen_linear(
     return matmul.in_rows(multiply, x, weight.row)
 
 
-# With `lax.stop_gradient` instead of this rule a loop over layers would save a copy of
-# each layer's weight.
+# This rule takes the place of `lax.stop_gradient`, which returns a new array: a loop
+# over layers would save a copy of each layer's weight.
 @jax.custom_jvp
 def _plain_matmul(x, w):
     return jnp.tensordot(x, w.astype(x.dtype), axes=(-1, -1))

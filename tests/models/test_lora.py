@@ -53,7 +53,7 @@ def _products(x, w, a, b, dy):
 
 @pytest.mark.parametrize("implementation", ["reference", "interpret"])
 def test_frozen_matmul_is_that_of_rounded_numbers(implementation, monkeypatch, rng):
-    """In the kernels, all of which run, as in XLA."""
+    """The kernels run with shapes of whole tiles."""
     interpreted = implementation == "interpret"
     m, n, k, r = (256, 128, 128, 4) if interpreted else (24, 40, 32, 3)
     shapes = (m, k), (2, n, k), (r, k), (2, n, r), (m, 2, n)
@@ -99,7 +99,7 @@ def test_frozen_weights_have_no_gradient_and_match_in_size(rng):
 
 @pytest.mark.parametrize("quantizes", [False, True])
 def test_a_loop_over_layers_saves_no_frozen_weights(quantizes):
-    """Of the stacks of weights [3, 2, 8, 4] and codes there are no copies."""
+    """No array that a loop returns has the size of the stack of weights or codes."""
     stacked = jnp.ones((3, 2, 8, 4))
     stacked = jax.vmap(freeze)(stacked) if quantizes else stacked
 
