@@ -1,64 +1,70 @@
-"""An FP8 matmul with a weight that is kept in FP8 and not trained.
+"""Matmuls with a weight that is not trained, kept in FP8 or as it is.
 
-A frozen weight takes a byte a number: its E4M3 codes, with a float32 scale for each
-output feature. Forward reads the codes as they are. Backward needs the gradient of the
-activations alone,
+A frozen weight in FP8 takes a byte a number: E4M3 codes with one scale, a power of two.
+A scale for each output feature would hardly be more exact, because the codes are
+floating-point numbers, and it could not leave the sum of the activations' gradient,
 
-    dx = dy @ diag(scale) @ codes,
+    dx = dy @ (scale * codes).
 
-where the scales of outputs are in the contracted axis. They are multiplied into dy
-before it is quantized, so that backward reads the same codes, transposed.
+Forward reads the codes as they are. The tensor cores need the contracted axis of FP8
+operands last, so backward transposes them. It does so in a kernel: a transposed operand
+of XLA's would set the layout of the array of all layers, of which XLA would then keep a
+transposed copy.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
+import pallas_kernels as kernels
 from coat_jax.fp8 import matmul
-from coat_jax.quantization.formats import E5M2
-from pallas_kernels import Scaled
+from coat_jax.quantization.formats import E4M3, E5M2
+from pallas_kernels import Codes
 from pallas_kernels.dispatch import array_types
 
 
-def freeze(weight: Float[Array, "... k"]) -> Scaled:
-    """Quantizes a weight to E4M3, with a scale for each output feature.
+def freeze(weight: Float[Array, "... k"]) -> Codes:
+    """Quantizes a weight to E4M3, with one scale that is a power of two.
 
     Args:
-      weight: The weight [..., k], bfloat16 or float32.
+      weight: The weight [..., k], of any floating dtype.
 
     Returns:
-      The codes [..., k] and the scales [...]. The weight is their product.
+      The codes [..., k] and the scale. The weight is their product.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.fp8.frozen import freeze, thawed
-      >>> weight = freeze(jnp.full((3, 4), 0.5))
-      >>> weight.codes.nbytes, weight.scale.nbytes
-      (12, 12)
-      >>> round(float(thawed(weight, jnp.float32)[0, 0]), 2)
-      0.5
+      >>> weight = freeze(jnp.full((3, 4), 0.3))
+      >>> weight.row.nbytes, weight.scale.nbytes
+      (12, 4)
+      >>> round(float(thawed(weight, jnp.float32)[0, 0]), 4)
+      0.3125
     """
-    return matmul.quantize_tokens(weight)
+    return matmul.quantize_tensor(weight, E4M3, copies="row")
 
 
-def thawed(weight: Scaled, dtype: Any) -> Float[Array, "... k"]:
-    """Returns the numbers of a frozen weight, codes times scales."""
-    wide = weight.codes.astype(jnp.float32) * weight.scale[..., None]
-    return wide.astype(dtype)
+def thawed(weight: Codes, dtype: Any) -> Float[Array, "... k"]:
+    """Returns the numbers of a frozen weight, or of a stack of such weights."""
+    codes, scale = weight.row, weight.scale
+    scale = jnp.expand_dims(scale, tuple(range(scale.ndim, codes.ndim)))
+    return (codes.astype(jnp.float32) * scale).astype(dtype)
 
 
-def frozen_linear(x: Float[Array, "*batch k"], weight: Scaled) -> Float[Array, "..."]:
+def frozen_linear(
+    x: Float[Array, "*batch k"], weight: Codes | Float[Array, "... k"]
+) -> Float[Array, "..."]:
     """Computes `x @ w.T` with a frozen weight, in the dtype of `x`.
 
-    Forward has E4M3 activations with a scale for each token, as the recipe "coat" has.
-    Backward has an E5M2 gradient with one scale, and saves nothing but the weight.
+    Nothing is saved but the weight, by reference. With codes forward has E4M3
+    activations with a scale for each token, as the recipe "coat" has, and backward has
+    an E5M2 gradient with one scale. A weight without codes is cast to the dtype of `x`.
 
     Args:
       x: Activations [..., k], bfloat16 or float32.
-      weight: The codes [..., k] and scales of a weight; see `freeze`.
+      weight: A weight [..., k], or its codes; see `freeze`. Its gradient is zero.
 
     Raises:
       ValueError: If the contracted sizes differ.
@@ -72,12 +78,26 @@ def frozen_linear(x: Float[Array, "*batch k"], weight: Scaled) -> Float[Array, "
       >>> jax.grad(lambda x: frozen_linear(x, weight).sum())(jnp.ones((2, 4))).shape
       (2, 4)
     """
-    scale = weight.scale.reshape(-1)
+    if not isinstance(weight, Codes):
+        return _plain_matmul(x, weight)
 
     def multiply(x, codes):
-        return _frozen_matmul(x, codes.reshape(-1, codes.shape[-1]), scale)
+        return _frozen_matmul(x, codes, weight.scale)
 
-    return matmul.in_rows(multiply, x, lax.stop_gradient(weight.codes))
+    return matmul.in_rows(multiply, x, weight.row)
+
+
+# This rule takes the place of `lax.stop_gradient`, which returns a new array: a loop
+# over layers would save a copy of each layer's weight.
+@jax.custom_jvp
+def _plain_matmul(x, w):
+    return jnp.tensordot(x, w.astype(x.dtype), axes=(-1, -1))
+
+
+@_plain_matmul.defjvp
+def _plain_tangent(primals, tangents):
+    x, w = primals
+    return _plain_matmul(x, w), _plain_matmul(tangents[0], w)
 
 
 @jax.custom_vjp
@@ -88,18 +108,18 @@ def _frozen_matmul(x, codes, scale):
 @array_types.on_common_mesh
 def _forward(x, codes, scale):
     tokens = matmul.quantize_tokens(x)
-    y = matmul.matmul_codes(tokens.codes, codes, tokens.scale, scale, dtype=x.dtype)
+    rows = codes.reshape(-1, codes.shape[-1])
+    y = matmul.matmul_codes(tokens.codes, rows, tokens.scale, scale, dtype=x.dtype)
     return matmul.once(y), (codes, scale, matmul.dtype_of(x))
 
 
 @array_types.on_common_mesh
 def _backward(residuals, dy):
     codes, scale, like = residuals
-    scaled = (dy.astype(jnp.float32) * scale).astype(dy.dtype)
-    gradient = matmul.quantize_tensor(scaled, E5M2, copies="row")
-    one = jnp.ones((), jnp.float32)
+    gradient = matmul.quantize_tensor(dy, E5M2, copies="row")
+    columns = kernels.transpose(codes)
     dx = matmul.matmul_codes(
-        gradient.row, codes.T, gradient.scale, one, dtype=like.dtype
+        gradient.row, columns, gradient.scale, scale, dtype=like.dtype
     )
     return dx, None, None
 

@@ -23,7 +23,7 @@ from coat_jax.fp8.frozen import freeze, frozen_linear, thawed
 from coat_jax.layers.recipes import PlainRecipe, RecipeName
 from coat_jax.models.llama import Llama
 from coat_jax.remat.api import fp8_remat
-from pallas_kernels import Scaled
+from pallas_kernels import Codes
 from pallas_kernels.checks import is_positive_number, positive_int
 
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
@@ -43,20 +43,20 @@ class Adapted:
     """A frozen weight with its adapters, in the place of a weight [..., k].
 
     Attributes:
-      weight: The weight, or its codes and scales.
+      weight: The weight, or its codes and their scale.
       a: The adapter of the inputs.
       b: The adapter of the outputs.
       factor: The factor alpha / rank.
     """
 
-    weight: Float[Array, "... k"] | Scaled
+    weight: Float[Array, "... k"] | Codes
     a: Float[Array, "rank k"]
     b: Float[Array, "... rank"]
     factor: float
 
     def astype(self, dtype: DTypeLike) -> Float[Array, "... k"]:
         """Returns the adapted matrix, weight + factor * (b @ a), in `dtype`."""
-        is_codes = isinstance(self.weight, Scaled)
+        is_codes = isinstance(self.weight, Codes)
         weight = self.weight if not is_codes else thawed(self.weight, jnp.float32)
         a, b = (x.astype(jnp.float32) for x in (self.a, self.b))
         return (weight.astype(jnp.float32) + self.factor * (b @ a)).astype(dtype)
@@ -84,8 +84,8 @@ class AdaptedWeight(nnx.Module):
     ) -> None:
         layers, k = weight.shape[0], weight.shape[-1]
         self.factor = alpha / rank
-        scaled = lax.map(freeze, weight) if quantizes else None
-        self.codes = Frozen(weight if scaled is None else scaled.codes)
+        scaled = _frozen_layers(weight) if quantizes else None
+        self.codes = Frozen(weight if scaled is None else scaled.row)
         self.scale = None if scaled is None else Frozen(scaled.scale)
         # The variance of the paper's code: uniform with a bound of 1 / sqrt(k).
         init = nnx.initializers.uniform(2 * k**-0.5)
@@ -97,29 +97,39 @@ class AdaptedWeight(nnx.Module):
         """Returns the weight as matmuls read it, as a parameter returns its array."""
         weight = self.codes[...]
         if self.scale is not None:
-            weight = Scaled(weight, self.scale[...])
+            weight = Codes(weight, None, self.scale[...])
         return Adapted(weight, self.a[...], self.b[...], self.factor)
+
+
+_freeze = jax.jit(freeze)
+
+
+def _frozen_layers(weight: Float[Array, "layers ... k"]) -> Codes:
+    """Freezes the weights of each layer.
+
+    On CPUs a loop of XLA's would take several times as long as these calls.
+    """
+    layers = [_freeze(weight[layer]) for layer in range(len(weight))]
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
 
 
 def linear(x: Float[Array, "*batch k"], w: Adapted) -> Float[Array, "..."]:
     """Computes a matmul with an adapted weight, in the dtype of `x`."""
-    if isinstance(w.weight, Scaled):
-        y = frozen_linear(x, w.weight)
-    else:
-        weight = lax.stop_gradient(w.weight).astype(x.dtype)
-        y = jnp.tensordot(x, weight, axes=(-1, -1))
-    low = jnp.tensordot(x, w.a.astype(x.dtype), axes=(-1, -1))
-    return y + w.factor * jnp.tensordot(low, w.b.astype(x.dtype), axes=(-1, -1))
+    y = frozen_linear(x, w.weight)
+    # The factor multiplies the smallest array of these: no wide one is written for it.
+    low = jnp.tensordot(x, w.a.astype(x.dtype), axes=(-1, -1)) * w.factor
+    return y + jnp.tensordot(low, w.b.astype(x.dtype), axes=(-1, -1))
 
 
 # The recipes of layers with adapters. No recipe computes gradients of frozen weights.
-# "coat_max" computes matmuls again in backward: their inputs are all that it saves.
+# "coat_max" saves queries, keys and values in FP8, and attention runs again.
 RECIPES: dict[RecipeName, PlainRecipe] = {
     "bf16": PlainRecipe(linear=linear),
-    "coat": PlainRecipe(linear=linear, segment=fp8_remat, projection=fp8_remat),
+    # The projection reads the output that attention saves.
+    "coat": PlainRecipe(linear=linear, segment=fp8_remat, projection=jax.checkpoint),
     "coat_max": PlainRecipe(
         linear=linear,
-        segment=jax.checkpoint,
+        segment=fp8_remat,
         attention=partial(fp8_remat, rerun_attention=True),
     ),
 }

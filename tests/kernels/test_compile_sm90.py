@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax.layers import attention
+from coat_jax.models import llama, lora
 from experiments.bench import foreign, model_step, moe_layers, moe_parallel
 from experiments.common import kernel_cases, layer_cases, sm90
 from experiments.common.timing import OPTIONS
@@ -239,6 +240,47 @@ def test_a_step_inside_backward_copies_no_stack():
 
     (ordinary, stack), (released, _) = map(memory, ("coat", "coat, released"))
     assert ordinary - released > 0.8 * stack
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("recipe", ["coat", "coat_max"])
+def test_adapters_keep_no_transposed_copies_of_frozen_weights(recipe):
+    """A kernel transposes the codes of a layer, and XLA the stacks of none."""
+    config = llama.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=8,
+        recipe="bf16",
+        param_dtype=jax.numpy.bfloat16,
+    )
+
+    def adapted():
+        model = llama.Llama(config, rngs=nnx.Rngs(0))
+        lora.adapt(model, rank=16, recipe=recipe, rngs=nnx.Rngs(1))
+        return model
+
+    graph, adapters, frozen = nnx.split(nnx.eval_shape(adapted), nnx.Param, ...)
+
+    @jax.value_and_grad
+    def step(adapters, frozen, tokens):
+        model = nnx.merge(graph, adapters, frozen)
+        return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+    tokens = jax.ShapeDtypeStruct((1, 129), jax.numpy.int32)
+    program = sm90.compiled(step, adapters, frozen, tokens, options=OPTIONS)
+    arrays = jax.tree.leaves(frozen["layers"])
+    stacks = [x for x in arrays if x.dtype == jax.numpy.float8_e4m3fn]
+    assert len(stacks) == 4
+    # A few tokens take little, so that the copy of the largest stack would show.
+    largest = max(x.size for x in stacks)
+    assert 0 < program.memory_analysis().temp_size_in_bytes < largest
+    kernels = re.findall(r'op_name="[^"]*/transpose/kernel"', program.as_text())
+    assert len(kernels) >= 4
 
 
 def _fully_sharded(shape) -> P:

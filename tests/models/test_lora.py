@@ -1,5 +1,6 @@
 """Tests adapters over frozen weights, and the FP8 matmul with a frozen weight."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -8,10 +9,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import oracle
+from helpers.marks import slow
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import coat_jax as coat
 from coat_jax.fp8.frozen import freeze, frozen_linear, thawed
 from coat_jax.models import hf, llama, lora
+from pallas_kernels import Codes
+from pallas_kernels.dispatch import devices
 
 _CONFIG = llama.LlamaConfig(
     vocab_size=64,
@@ -34,32 +40,81 @@ def _rounded(x: np.ndarray, format: oracle.Format, block) -> tuple:
     return numbers.reshape(x.shape), scales
 
 
-def test_frozen_matmul_is_that_of_rounded_numbers(rng):
-    x, dy = (
-        rng.standard_normal(shape, np.float32) for shape in ((24, 32), (24, 2, 40))
+def _products(x, w, a, b, dy):
+    """Returns the product with frozen codes and adapters, and its gradients."""
+    frozen = freeze(w)
+
+    def product(x, a, b):
+        return lora.linear(x, lora.Adapted(frozen, a, b, 0.5))
+
+    y, vjp = jax.vjp(product, x, a, b)
+    return y, *vjp(dy), thawed(frozen, jnp.float32)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "interpret"])
+def test_frozen_matmul_is_that_of_rounded_numbers(implementation, monkeypatch, rng):
+    """The kernels run with shapes of whole tiles."""
+    interpreted = implementation == "interpret"
+    m, n, k, r = (256, 128, 128, 4) if interpreted else (24, 40, 32, 3)
+    shapes = (m, k), (2, n, k), (r, k), (2, n, r), (m, 2, n)
+    x, w, a, b, dy = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    w *= rng.uniform(0.01, 1, (2, n, 1)).astype(np.float32)
+    run = contextlib.nullcontext()
+    if interpreted:
+        monkeypatch.setattr(devices, "has_hopper", lambda: True)
+        run = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
+    with run:
+        actual = jax.block_until_ready(jax.jit(_products)(x, w, a, b, dy))
+    y, dx, da, db, numbers = (np.asarray(array, np.float64) for array in actual)
+    rounded_w, _ = _rounded(w, oracle.E4M3, None)
+    rounded_x, _ = _rounded(x, oracle.E4M3, (1, k))
+    rounded_dy, _ = _rounded(dy, oracle.E5M2, None)
+    np.testing.assert_array_equal(numbers, rounded_w)
+    low, of_low = x @ np.float64(a).T, np.einsum("mab,abr->mr", np.float64(dy), b)
+    expected = {
+        "y": np.einsum("mk,abk->mab", rounded_x, rounded_w)
+        + 0.5 * np.einsum("mr,abr->mab", low, b),
+        "dx": np.einsum("mab,abk->mk", rounded_dy, rounded_w) + 0.5 * of_low @ a,
+        "da": 0.5 * of_low.T @ x,
+        "db": 0.5 * np.einsum("mab,mr->abr", np.float64(dy), low),
+    }
+    for array, name in zip((y, dx, da, db), expected, strict=True):
+        close = {"rtol": 1e-4, "atol": 1e-4, "err_msg": name}
+        np.testing.assert_allclose(array, expected[name], **close)
+
+
+def test_frozen_weights_have_no_gradient_and_match_in_size(rng):
+    x, w = (
+        jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((6, 4), (2, 3, 4))
     )
-    w = rng.standard_normal((2, 40, 32), np.float32) * rng.uniform(0.01, 1, (2, 40, 1))
-    w = w.astype(np.float32)
-
-    def both(x, w, dy):
-        frozen = freeze(w)
-        y, vjp = jax.vjp(lambda x: frozen_linear(x, frozen), x)
-        return y, vjp(dy)[0], thawed(frozen, jnp.float32)
-
-    y, dx, numbers = jax.jit(both)(x, w, dy)
-    row = (1, 32)
-    rounded_w, scale = _rounded(w, oracle.E4M3, row)
-    scale = scale.reshape(2, 40)
-    np.testing.assert_allclose(numbers, rounded_w, rtol=1e-6)
-    rounded_x, _ = _rounded(x, oracle.E4M3, row)
-    expected = np.einsum("mk,abk->mab", rounded_x, rounded_w)
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
-    # The scales of outputs are a part of the gradient, which has one scale.
-    rounded_dy, _ = _rounded(dy * scale, oracle.E5M2, None)
-    expected = np.einsum("mab,abk->mk", rounded_dy, rounded_w / scale[..., None])
-    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"x and w need \[..., k\]"):
         frozen_linear(jnp.ones((2, 3)), freeze(jnp.ones((4, 5))))
+    y, vjp = jax.vjp(frozen_linear, x, w)
+    np.testing.assert_allclose(y, np.einsum("mk,abk->mab", x, w), rtol=1e-5, atol=1e-6)
+    dx, dw = vjp(jnp.ones_like(y))
+    expected = np.broadcast_to(np.sum(w, axis=(0, 1)), x.shape)
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-6)
+    assert not dw.any()
+
+
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_a_loop_over_layers_saves_no_frozen_weights(quantizes):
+    """No array that a loop returns has the size of the stack of weights or codes."""
+    stacked = jnp.ones((3, 2, 8, 4))
+    stacked = jax.vmap(freeze)(stacked) if quantizes else stacked
+
+    def loss(x, stacked):
+        def layer(x, w):
+            return frozen_linear(x, w).sum(axis=(1, 2))[:, None] * x, None
+
+        return lax.scan(layer, x, stacked)[0].sum()
+
+    program = jax.make_jaxpr(jax.grad(loss))(jnp.ones((5, 4)), stacked)
+    loops = [e for e in program.jaxpr.eqns if e.primitive is lax.scan_p]
+    assert len(loops) == 2
+    sizes = [x.aval.size for loop in loops for x in loop.outvars]
+    assert sizes
+    assert 3 * 2 * 8 * 4 not in sizes
 
 
 def _adapted(recipe, dtype=jnp.float32, rank=3):
@@ -126,7 +181,7 @@ def test_frozen_weights_take_a_byte_and_their_gradients_nothing():
     codes = [x for x in layers if x.dtype == jnp.float8_e4m3fn]
     matrices = 2 * ((64 + 2 * 32) * 64 + 64 * 64 + 3 * 128 * 64)
     assert sum(x.nbytes for x in codes) == matrices
-    scales = 2 * (128 + 64 + 2 * 128 + 64)
+    scales = 2 * 4  # One for each of four matrices.
     norms = 2 * 2 * 64
     assert sum(x.nbytes for x in layers) == matrices + 4 * scales + 2 * norms
 
@@ -149,6 +204,32 @@ def test_frozen_weights_take_a_byte_and_their_gradients_nothing():
         x.size for x in jax.tree.leaves(params)
     )
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("recipe", [slow("coat"), "coat_max"])
+def test_gradients_in_fp8_are_close_to_those_of_the_same_weights(recipe):
+    """The oracle is float32 autodiff of a model with the numbers of the codes."""
+    # Arrays of fewer tokens are too small to be saved in FP8.
+    tokens = jax.random.randint(jax.random.key(3), (2, 65), 0, 64)
+    graph, params, frozen = _adapted(recipe)
+    wide, _, numbers = _adapted("bf16")
+    for name in ("qkv", "out", "gate_up", "down"):
+        weight = frozen["layers"][name]
+        codes = Codes(weight["codes"][...], None, weight["scale"][...])
+        numbers["layers"][name]["codes"].set_value(thawed(codes, jnp.float32))
+
+    @jax.jit
+    def gradients(params, frozen, numbers):
+        return [
+            jax.grad(lambda p, g=g, c=c: _loss(nnx.merge(g, p, c), tokens))(params)
+            for g, c in ((graph, frozen), (wide, numbers))
+        ]
+
+    actual, expected = map(jax.tree.leaves, gradients(params, frozen, numbers))
+    assert len(actual) == 8
+    for a, b in zip(actual, expected, strict=True):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert 0 < error < 0.1
 
 
 @pytest.mark.slow
