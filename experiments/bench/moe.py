@@ -77,6 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     names = [*CASES, "layers"]
     choices = [*names, "expert_parallel"]
     add("--only", nargs="+", choices=choices, default=names)
+    layers = list(moe_layers.NAMES)
+    add("--layers", nargs="+", choices=layers, default=layers, help="(all)")
     add("--small", action="store_true", help="interpret tiny kernels on a CPU")
     add("--out", type=Path, default=default_path("moe"))
     args = parser.parse_args(arguments)
@@ -113,7 +115,9 @@ def measured(args: argparse.Namespace, end: float) -> Iterator[Row]:
             yield from checks(SMALL if args.small else CHECKED)
             continue
         if name == "layers":
-            yield from moe_layers.rows(args.small, end, options)
+            layers = [moe_layers.NAMES[name] for name in args.layers]
+            layers = [moe_layers.SMALL] if args.small else layers
+            yield from moe_layers.rows(layers, end, options)
             continue
         if name == "expert_parallel":
             yield from moe_parallel.rows(args.small, end, options)

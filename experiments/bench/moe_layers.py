@@ -8,7 +8,7 @@ whatever the router says, and with `jax.lax.ragged_dot`.
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +51,7 @@ MIXTRAL = LayerShape(16_384, 8, 2, 4096, 14_336)
 SMALL = LayerShape(128, 4, 2, 128, 128)
 # The targets: how much faster than the best BF16, and the share of its saved bytes.
 FASTER = {QWEN3: 1.3, MIXTRAL: 1.4}
+NAMES = {"qwen3": QWEN3, "mixtral": MIXTRAL}
 SAVED = 0.35
 IN_TWO_LINES = {QWEN3: 1.2, MIXTRAL: 1.3}
 # The most experts with which `jax.lax.ragged_dot` is timed.
@@ -187,9 +188,11 @@ def best_bf16(row: dict[str, Any]) -> tuple[str, float] | None:
     return min(times.items(), key=lambda item: item[1], default=None)
 
 
-def rows(small: bool, end: float, options: dict[str, Any]) -> Iterator[Row]:
+def rows(
+    shapes: Sequence[LayerShape], end: float, options: dict[str, Any]
+) -> Iterator[Row]:
     """Yields the milliseconds and saved bytes of whole layers."""
-    for shape in [SMALL] if small else FASTER:
+    for shape in shapes:
         row: Row = {"case": "layers", **shape._asdict()}
         if time.monotonic() > end:
             yield row | {"skipped": "time is up"}
