@@ -99,7 +99,7 @@ def fp8[ModelRecord](
         policy=policy,
         key=None,
         rerun_attention=rerun_attention,
-        rewrites=(fusion(format, group, where, None), gathers),
+        rewrites=(gathers, fusion(format, group, where, None)),
     )
     rules = Rules(blocks=blocks, matmuls=matmuls)
     if isinstance(model, nn.Module):

@@ -201,7 +201,7 @@ def _gated_products(source, gate, up, down, norm, activation, inner, dtype, adds
 def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds):
     rows, saved = quantized_source(source, norm)
     pair, w_scales = _forward(rows, ((gate, None), (up, None)), inner)
-    a, operands = _gate(tuple(pair), activation)
+    a, operands = quantized_gate(tuple(pair), activation)
     (y,), (down_scale,) = _forward(a, (down,), dtype, source.x if adds else None)
     scale, a_scale = tensor_scales(rows, a)
     outer = saved, (gate, up), (scale, *w_scales)
@@ -209,7 +209,7 @@ def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds):
     return once(y), (outer, operands, down, (a_scale, down_scale), dtype_of(bias))
 
 
-def _gate(operands, activation):
+def quantized_gate(operands, activation):
     """Computes a gate and quantizes its output, with a scale for each token.
 
     Args:
@@ -311,7 +311,7 @@ def _activated_product(x, w, other, activation, dtype):
 
 @array_types.on_common_mesh
 def _activated_fwd(x, w, other, activation, dtype):
-    a, saved = _gate((x,), activation)
+    a, saved = quantized_gate((x,), activation)
     (y,), (w_scale,) = _forward(a, (w,), dtype, other)
     (a_scale,) = tensor_scales(a)
     w, bias = w

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 import pallas_kernels as kernels
 from coat_jax.fp8.matmul import (
@@ -181,10 +181,10 @@ def _ragged_dot_fwd(x, w, group_sizes, dtype):
     x, w, group_sizes = array_types.with_common_mesh((x, w, group_sizes))
     tiles = kernels.group_tiles(group_sizes, rows=len(x))
     rows = quantize_tokens(x)
-    codes, scale, w_scale = bind(_experts_p, _quantized_experts, w)
-    y = _grouped(rows, Scaled(codes, scale), group_sizes, tiles, dtype)
+    codes, w_scale = quantized_experts(w)
+    y = grouped(rows, codes, group_sizes, tiles, dtype)
     # Rows of no group do not count.
-    of_groups = jnp.where(_has_group(x, group_sizes), rows.scale, 0)
+    of_groups = jnp.where(has_group(x, group_sizes), rows.scale, 0)
     (x_scale,) = tensor_scales(rows._replace(scale=of_groups))
     transposed = _transposed(x, group_sizes, x_scale, E4M3.dtype)
     residuals = _Residuals(
@@ -196,22 +196,13 @@ def _ragged_dot_fwd(x, w, group_sizes, dtype):
 def _ragged_dot_bwd(dtype, residuals, dy):
     residuals, dy = array_types.with_common_mesh((residuals, dy))
     x, x_scale, w, w_scale, group_sizes, tiles, like = residuals
-    values = jnp.where(_has_group(dy, group_sizes)[:, None], dy.astype(jnp.float32), 0)
-    dy_scale = numerics.tensor_scale(numerics.magnitude(values), E5M2.dtype)
+    dy_scale = gradient_scale(dy, group_sizes)
     rows = quantize_tensor(dy, E5M2, copies="row", scale=dy_scale)
-    codes = numerics.encode(
-        numerics.normal(w.astype(jnp.float32)), w_scale[:, None, None], E4M3.dtype
-    )
-    dx = _grouped(
-        Scaled(rows.row, dy_scale),
-        Scaled(codes, w_scale),
-        group_sizes,
-        tiles,
-        like.dtype,
-    )
+    codes = codes_of_experts(w, w_scale)
+    dx = grouped(Scaled(rows.row, dy_scale), codes, group_sizes, tiles, like.dtype)
     transposed = _transposed(dy, group_sizes, dy_scale, E5M2.dtype)
     dw = kernels.grouped_weight_gradient(
-        x, transposed, group_sizes, x_scale, dy_scale, out_dtype=_stored(w.dtype)
+        x, transposed, group_sizes, x_scale, dy_scale, out_dtype=stored(w.dtype)
     )
     no_gradient = np.zeros(group_sizes.shape, jax.dtypes.float0)
     return dx, dw.astype(w.dtype), no_gradient
@@ -220,16 +211,34 @@ def _ragged_dot_bwd(dtype, residuals, dy):
 _ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)
 
 
-def _grouped(
+def quantized_experts(w: Float[Array, "g k n"]) -> tuple[Scaled, Float[Array, " g"]]:
+    """Returns the codes [g, n, k] for forward, and the scale of each expert."""
+    codes, scale, of_experts = bind(_experts_p, _quantized_experts, w)
+    return Scaled(codes, scale), of_experts
+
+
+def codes_of_experts(w: Float[Array, "g k n"], scale: Float[Array, " g"]) -> Scaled:
+    """Returns the codes [g, k, n] for gradients of rows, with the scale of each."""
+    values = numerics.normal(w.astype(jnp.float32))
+    return Scaled(numerics.encode(values, scale[:, None, None], E4M3.dtype), scale)
+
+
+def gradient_scale(dy: Float[Array, "m n"], group_sizes: Array) -> Float[Array, ""]:
+    """Returns the scale of a gradient, in which rows of no group do not count."""
+    values = jnp.where(has_group(dy, group_sizes)[:, None], dy.astype(jnp.float32), 0)
+    return numerics.tensor_scale(numerics.magnitude(values), E5M2.dtype)
+
+
+def grouped(
     x: Scaled, w: Scaled, group_sizes: Array, tiles: GroupTiles, dtype: DTypeLike
 ) -> Float[Array, "m n"]:
     """Multiplies rows of groups; the result has any floating dtype."""
     arrays = x.codes, w.codes, group_sizes, x.scale, w.scale
-    y = kernels.grouped_matmul(*arrays, tiles=tiles, out_dtype=_stored(dtype))
+    y = kernels.grouped_matmul(*arrays, tiles=tiles, out_dtype=stored(dtype))
     return y.astype(dtype)
 
 
-def _stored(dtype: DTypeLike) -> Any:
+def stored(dtype: DTypeLike) -> Any:
     """Returns the dtype in which kernels store a result of a floating dtype."""
     return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
 
@@ -246,6 +255,6 @@ def _wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 
 
-def _has_group(x: Array, group_sizes: Array) -> Array:
+def has_group(x: Shaped[Array, "m *n"], group_sizes: Array) -> Bool[Array, " m"]:
     """Returns whether each row is one of a group."""
     return jnp.arange(len(x)) < jnp.sum(group_sizes)

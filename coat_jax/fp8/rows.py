@@ -1,8 +1,10 @@
-"""Gathers of rows, at the rate of memory."""
+"""Gathers of rows, and sums of the rows that tokens were copied to."""
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
+
+from coat_jax.fp8.matmul import once
 
 
 def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k *m"]:
@@ -15,3 +17,23 @@ def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k
     words = lax.bitcast_convert_type(words, jnp.uint32)
     rows = words.at[index].get(mode="fill", fill_value=0)
     return lax.bitcast_convert_type(rows, x.dtype).reshape(len(index), *x.shape[1:])
+
+
+def sums(
+    x: Float[Array, "m *n"], order: Int[Array, " m"], tokens: int
+) -> Float[Array, "tokens *n"]:
+    """Adds up the rows of each token in float32, in the dtype of `x`.
+
+    Args:
+      x: The rows. Row i is of token `order[i] // (m // tokens)`.
+      order: A permutation.
+      tokens: The number of tokens.
+    """
+    numbers = jnp.arange(len(order), dtype=order.dtype)
+    inverse = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
+    # XLA would scatter again wherever the order is read.
+    inverse = once(inverse)
+    if tokens == len(x):
+        return taken(x, inverse)
+    each = x.at[inverse.reshape(tokens, -1)].get(mode="promise_in_bounds")
+    return jnp.sum(each.astype(jnp.float32), axis=1).astype(x.dtype)

@@ -18,8 +18,9 @@ from jax.extend import core
 
 from coat_jax.fp8.dot_general import is_fp8
 from coat_jax.fp8.fused import activated_product, gated_products, products
-from coat_jax.fp8.primitive import Types, bind, new_primitive
 from coat_jax.fp8.prologue import Prologue, Saves, Source
+from coat_jax.fusion.experts import fuse_experts
+from coat_jax.fusion.operation import fused
 from coat_jax.fusion.patterns import (
     Gate,
     NormMatch,
@@ -115,8 +116,7 @@ class FusedMatmul:
         leaves, tree = jax.tree.flatten(operands)
 
         def marked(*arrays):
-            params = {"form": form, "tree": tree, "types": tuple(types)}
-            ys = bind(fused_p, _function(**params), *arrays, **params)
+            ys = fused(form, tree, types, arrays)
             for i, of_result in enumerate(marks):
                 for mark in of_result:
                     ys[i] = mark(ys[i])
@@ -150,22 +150,6 @@ class FusedMatmul:
         return partial(gated_products, **options), (self.source, gate, up, down)
 
 
-def _function(
-    form: Callable[..., list], tree: Any, types: Types
-) -> Callable[..., list[Any]]:
-    """Returns a form of fused matmuls as a function of arrays."""
-
-    def fused(*arrays):
-        ys = form(*jax.tree.unflatten(tree, arrays))
-        return [y.reshape(t.shape) for y, t in zip(ys, types, strict=True)]
-
-    return fused
-
-
-# The operation that a `FusedMatmul` becomes in a program.
-fused_p = new_primitive("fused_matmul", _function, lambda *_, types, **params: types)
-
-
 @dataclasses.dataclass(frozen=True)
 class Fusion:
     """The rewrite of a program that fuses its FP8 matmuls.
@@ -181,6 +165,8 @@ class Fusion:
     ) -> core.Jaxpr:
         """Returns the program with fused FP8 matmuls; see `fuse`."""
         del keys
+        if self.saves == "copies":
+            program = fuse_experts(program)
         return fuse(program, is_param, self.saves)
 
 

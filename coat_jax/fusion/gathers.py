@@ -17,8 +17,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Int, Shaped
 
-from coat_jax.fp8.matmul import once
-from coat_jax.fp8.rows import taken
+from coat_jax.fp8.rows import sums, taken
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
 from coat_jax.programs.primitives import Operand
 
@@ -197,16 +196,7 @@ def _gradient(
         return [ad.Zero(x.aval), None, None]
     del index
     rows, *inner = x.aval.shape
-    size = order.shape[0]
-    numbers = jnp.arange(size, dtype=order.dtype)
-    inverse = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
-    # XLA would scatter again wherever the order is read.
-    inverse, dy = once(inverse), dy.reshape(size, *inner)
-    if size == rows:
-        return [taken(dy, inverse), None, None]
-    each = dy.at[inverse.reshape(rows, -1)].get(mode="promise_in_bounds")
-    sums = jnp.sum(each.astype(jnp.float32), axis=1)
-    return [sums.astype(x.aval.dtype), None, None]
+    return [sums(dy.reshape(len(order), *inner), order, rows), None, None]
 
 
 def _type(x: Any, index: Any, order: Any) -> jax.core.ShapedArray:

@@ -160,7 +160,7 @@ def fp8_remat[Target](
         policy=policy,
         key=key,
         rerun_attention=rerun_attention,
-        rewrites=(fusion(format, group, where, key), gathers),
+        rewrites=(gathers, fusion(format, group, where, key)),
     )
     try:
         argnums = tuple(map(operator.index, np.atleast_1d(params_argnums)))

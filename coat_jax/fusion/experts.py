@@ -1,0 +1,179 @@
+"""Finds gated MLPs of experts: `ragged_dot`, a gate, and `ragged_dot` again."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from coat_jax.fp8.gated_experts import ExpertRows, gated_experts
+from coat_jax.fp8.ragged_dot import fp8_ragged_dot_p
+from coat_jax.fusion.gathers import rows_p
+from coat_jax.fusion.operation import fused
+from coat_jax.fusion.patterns import Gate, gate_of, marks_of
+from coat_jax.programs.graph import (
+    Graph,
+    deduplicated,
+    embedded,
+    inlined,
+    is_plain_call,
+)
+from coat_jax.programs.primitives import all_eqns
+from pallas_kernels.checks import WIDE
+from pallas_kernels.dispatch import operations
+
+
+class _Half(NamedTuple):
+    """A result of a grouped matmul, or a half of its columns.
+
+    Attributes:
+      matmul: The matmul.
+      half: 0 or 1, or None for the whole result.
+      eqn: The operation that takes the half, or None.
+    """
+
+    matmul: core.JaxprEqn
+    half: int | None = None
+    eqn: core.JaxprEqn | None = None
+
+
+class _Experts(NamedTuple):
+    """A gated MLP of experts.
+
+    Attributes:
+      gate: The gate between the matmuls.
+      halves: What gate and up are, in this order.
+      down: The matmul after the gate.
+      gather: The gather that copies tokens to rows, if nothing else reads the rows.
+    """
+
+    gate: Gate
+    halves: tuple[_Half, _Half]
+    down: core.JaxprEqn
+    gather: core.JaxprEqn | None
+
+    @property
+    def matmuls(self) -> list[core.JaxprEqn]:
+        """The matmuls of gate and up, one or two."""
+        matmuls = [half.matmul for half in self.halves]
+        return matmuls[: 1 if matmuls[0] is matmuls[1] else 2]
+
+    @property
+    def eqns(self) -> list[core.JaxprEqn]:
+        """The operations before `down` that it replaces."""
+        cuts = [half.eqn for half in self.halves]
+        others = [eqn for eqn in (*cuts, self.gather) if eqn is not None]
+        return [*self.matmuls, *self.gate.eqns, *others]
+
+    def traced(self) -> list[core.JaxprEqn]:
+        """Returns the operations of the fused form, in the place of `down`."""
+        first, *_ = self.matmuls
+        x, _, sizes = first.invars
+        rows = ExpertRows(*(self.gather.invars if self.gather else [x]))
+        weights = tuple(eqn.invars[1] for eqn in self.matmuls)
+        operands = rows, weights, self.down.invars[1], sizes
+        form = partial(
+            _in_order if self.halves[0].half == 1 else gated_experts,
+            activation=self.gate.activation,
+            inner=first.params["dtype"],
+            dtype=self.down.params["dtype"],
+        )
+        leaves, tree = jax.tree.flatten(operands)
+        types = [v.aval for v in self.down.outvars]
+        with operations.unexplained():  # It runs later.
+            closed = jax.make_jaxpr(lambda *arrays: fused(form, tree, types, arrays))(
+                *(v.aval for v in leaves)
+            )
+        eqns, _ = embedded(closed.jaxpr, leaves, self.down.outvars)
+        return [eqn.replace(source_info=self.down.source_info) for eqn in eqns]
+
+
+def _in_order(rows, weights, *others, **options):
+    """Computes `gated_experts` of a weight in which up is before gate."""
+    up, gate = jnp.split(weights[0], 2, axis=2)
+    return gated_experts(rows, (gate, up), *others, **options)
+
+
+def fuse_experts(program: core.Jaxpr) -> core.Jaxpr:
+    """Returns a program with fused gated MLPs of experts."""
+    if not any(eqn.primitive is fp8_ragged_dot_p for eqn in all_eqns(program.eqns)):
+        return program
+    program = deduplicated(inlined(program, is_plain_call))
+    graph = Graph(program)
+    matmuls = [eqn for eqn in program.eqns if eqn.primitive is fp8_ragged_dot_p]
+    sources = dict(half for eqn in matmuls for half in _halves(eqn, graph))
+    found = [match for eqn in matmuls if (match := _experts(eqn, graph, sources))]
+    replaced = {id(eqn): [] for match in found for eqn in match.eqns}
+    replaced |= {id(match.down): match.traced() for match in found}
+    eqns = [new for eqn in program.eqns for new in replaced.get(id(eqn), [eqn])]
+    return program.replace(eqns=eqns)
+
+
+def _halves(matmul: core.JaxprEqn, graph: Graph) -> Sequence[tuple[core.Var, _Half]]:
+    """Returns the result of a matmul, and the halves of its columns, if it has them."""
+    (y,) = matmul.outvars
+    rows, columns = y.aval.shape
+    whole = [(y, _Half(matmul))]
+    halves = {}
+    for eqn in graph.readers[y]:
+        if eqn is graph.program:
+            return whole
+        if eqn.primitive.name == "split" and eqn.params["axis"] == 1:
+            for half, out in enumerate(eqn.outvars):
+                halves[half] = out, _Half(matmul, half, eqn)
+        elif eqn.primitive.name == "slice" and eqn.params["strides"] is None:
+            (_, start), (last, _) = (
+                eqn.params["start_indices"],
+                eqn.params["limit_indices"],
+            )
+            half = 2 * start // columns
+            halves[half] = eqn.outvars[0], _Half(matmul, half, eqn)
+            if last != rows:
+                return whole
+        else:
+            return whole
+    equal = [out.aval.shape == (rows, columns // 2) for out, _ in halves.values()]
+    is_pair = sorted(halves) == [0, 1] and columns % 2 == 0 and all(equal)
+    return list(halves.values()) if is_pair else whole
+
+
+def _experts(
+    down: core.JaxprEqn, graph: Graph, sources: dict[core.Var, _Half]
+) -> _Experts | None:
+    """Returns the gated MLP that ends with a matmul, or None."""
+    a, _, sizes = down.invars
+    if not isinstance(a, core.Var) or a.aval.dtype not in WIDE:
+        return None
+    if not graph.only_read_by([a], [down]):
+        return None
+    gate = gate_of(a, graph, sources)
+    if gate is None or marks_of(gate.eqns):
+        return None
+    gate_half, up_half = halves = tuple(sources[v] for v in gate.operands)
+    first, second = gate_half.matmul, up_half.matmul
+    x, weight, _ = first.invars
+    alike = (
+        first.invars[0] is second.invars[0]
+        and first.invars[2] is second.invars[2] is sizes
+        and weight.aval.dtype == second.invars[1].aval.dtype
+        and first.params["dtype"] == second.params["dtype"]
+        and (gate_half.half is None) == (up_half.half is None)
+        and (gate_half.half is None) == (first is not second)
+    )
+    if not alike or not isinstance(x, core.Var) or x.aval.dtype not in WIDE:
+        return None
+    if any(isinstance(v, core.Literal) for v in (weight, *down.invars)):
+        return None
+    gather = graph.makers.get(x)
+    if not _is_of_tokens(gather) or not graph.only_read_by([x], [first, second]):
+        gather = None
+    return _Experts(gate, halves, down, gather)
+
+
+def _is_of_tokens(eqn: core.JaxprEqn | None) -> bool:
+    """Returns whether an operation copies tokens [t, k] to rows [m, k]."""
+    if eqn is None or eqn.primitive is not rows_p:
+        return False
+    return all(v.aval.ndim == 2 for v in eqn.invars[:2])
