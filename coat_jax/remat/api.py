@@ -117,6 +117,8 @@ def fp8_remat[Target](
         are saved. Then only elementwise arithmetic on saved arrays is recomputed: no
         matmul, no kernel, no sum over an axis. With
         `jax.checkpoint_policies.nothing_saveable` only incoming activations are saved.
+        Other policies, also of `jax.checkpoint` within the function, save the
+        amax of what FP8 matmuls quantize, so that saved codes keep their scales.
         What a policy offloads to "pinned_host" is quantized first, unless a loop within
         the function computes it; what it offloads to "device" is saved there.
       key: A key for stochastic rounding, typed or raw. Each number is rounded to one of

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
-from coat_jax.programs.graph import written_out
+from coat_jax.programs.graph import renamed, written_out
 from coat_jax.programs.primitives import (
     all_eqns,
     does_work,
@@ -23,6 +23,7 @@ from coat_jax.programs.primitives import (
 from coat_jax.quantization.formats import Format
 from coat_jax.quantization.granularity import PerGroup
 from coat_jax.remat.kernels import kernels_with_statistics
+from coat_jax.remat.loops import equal_stacks
 from coat_jax.remat.policies import Policy, offloads
 from coat_jax.remat.recompute import Derivation
 from coat_jax.remat.shapes import group_of_products, merged_axes, why_not_fp8
@@ -177,7 +178,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     program = written_out(traced.forward.jaxpr)
     is_param = [True] * len(program.constvars) + [*is_param]
     program = versions.constants_as_arguments(program)
-    residuals = program.outvars[traced.num_outputs :]
+    residuals = renamed(program.outvars[traced.num_outputs :], equal_stacks(program))
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
     computed = _computed_from(program, is_param)
     statistics = _statistics(program)
@@ -340,17 +341,12 @@ def _restricted(
     The inputs are the inputs of the program, followed by the variables in `inputs`.
     """
     names = {var: core.Var(var.aval) for var in inputs}
-
-    def renamed(variables):
-        # Literals are not hashable.
-        return [names.get(v, v) if isinstance(v, core.Var) else v for v in variables]
-
     eqns = program.eqns
     if names:
-        eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in eqns]
+        eqns = [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in eqns]
     restricted = program.replace(
         invars=[*program.invars, *names.values()],
-        outvars=renamed(outputs),
+        outvars=renamed(outputs, names),
         eqns=eqns,
         debug_info=program.debug_info.with_unknown_names(),
     )

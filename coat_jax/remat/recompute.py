@@ -133,17 +133,19 @@ class Derivation:
         """Yields the candidates for a copy from which `var` follows, nearest first.
 
         The first candidate is `var`. The next is the only unknown operand of the
-        operation that computes it, and so on. Each comes with the arrays that follow
-        from it.
+        operation that computes it, and so on. An array from which `var` does not follow
+        is passed over: 1 - tanh(x)**2 follows from x, but not from tanh(x). Each
+        candidate comes with the arrays that follow from it.
         """
         source = var
-        while True:
+        for _ in range(_MAX_STEPS):
             following = self._following(source, Known(0, False, frozenset({source})))
-            if var not in following:
-                return
-            yield source, following
+            if var in following:
+                yield source, following
             eqn = self._makers.get(source)
-            unknown = variables(eqn.invars if eqn else ()) - self.known.keys()
+            if eqn is None or not is_cheap(eqn):
+                return
+            unknown = variables(eqn.invars) - self.known.keys()
             if len(unknown) != 1:
                 return
             (source,) = unknown

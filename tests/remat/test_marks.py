@@ -121,6 +121,35 @@ def test_marks_cost_nothing_around_matmuls_of_bf16(name, mark):
     assert saved_bytes(saved(marked, p, x)) == saved_bytes(saved(plain, p, x))
 
 
+def of_tanh(mark, p, x):
+    """Backward reads 1 - tanh(h)**2 and the marked tanh(h), which follow from h."""
+    return jnp.matmul(mark(jnp.tanh(jnp.matmul(x, p["a"])), "h"), p["c"])
+
+
+def in_loop(mark, p, x):
+    """The loop has h among its results twice, as it is and marked."""
+
+    def body(x, _):
+        h = jnp.matmul(x, p["a"])
+        return jnp.matmul(jax.nn.silu(mark(h, "h")) * h, p["c"]), None
+
+    return jax.lax.scan(body, x, None, length=2)[0]
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("fn", [of_tanh, in_loop])
+def test_marks_of_arrays_that_follow_from_one_copy_cost_nothing(fn, mark):
+    p, x, dy = given()
+    marked, plain = (
+        fp8_remat(functools.partial(fn, m)) for m in (MARKS[mark], unmarked)
+    )
+    assert saved_bytes(saved(marked, p, x)) == saved_bytes(saved(plain, p, x))
+    results = (value_and_vjp(f, dy, p, x) for f in (marked, plain))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_barriers_of_several_arrays_end_a_match_and_cost_no_memory():
     def block(dot, p, x):
         h, w = jax.lax.optimization_barrier((rms(x, p["norm"]), p["a"]))

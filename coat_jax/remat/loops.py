@@ -1,0 +1,49 @@
+"""Finds arrays that a loop stacks more than once."""
+
+from collections.abc import Mapping
+
+from jax.extend import core
+
+from coat_jax.programs.graph import Names, written_out
+from coat_jax.programs.primitives import Kind, Operand, bodies_of, kind_of
+from pallas_kernels import versions
+
+
+def equal_stacks(program: core.Jaxpr) -> Names:
+    """Returns the first of equal results of a loop, for each of the others.
+
+    Results are equal if a loop stacks an array, and the array with a mark such as a
+    name or a sharding constraint. JAX saves both if backward operations read both.
+    """
+    names: Names = {}
+    for eqn in program.eqns:
+        if eqn.primitive.name == "scan":
+            names |= _equal_results(eqn)
+    return names
+
+
+def _equal_results(loop: core.JaxprEqn) -> Names:
+    [body] = map(written_out, bodies_of(loop))
+    makers = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+    names: Names = {}
+    first: dict[tuple[core.Var, str], core.Var] = {}
+    for stack, array in zip(loop.outvars, body.outvars, strict=True):
+        source = _unmarked(array, makers)
+        is_carry = stack.aval.ndim == array.aval.ndim
+        if is_carry or versions.is_dropped(stack) or isinstance(source, core.Literal):
+            continue
+        # Marks may change a type, such as the axes over which an array varies.
+        same = first.setdefault((source, repr(stack.aval)), stack)
+        if same is not stack:
+            names[stack] = same
+    return names
+
+
+def _unmarked(array: Operand, makers: Mapping[core.Var, core.JaxprEqn]) -> Operand:
+    """Returns the array before marks."""
+    while isinstance(array, core.Var):
+        eqn = makers.get(array)
+        if eqn is None or kind_of(eqn) is not Kind.MARK:
+            return array
+        array = eqn.invars[eqn.outvars.index(array)]
+    return array
