@@ -79,6 +79,7 @@ def frozen_linear(
       (2, 4)
     """
     if not isinstance(weight, Codes):
+        matmul.check_contracted(x, weight)
         return _plain_matmul(x, weight)
 
     def multiply(x, codes):

@@ -66,17 +66,22 @@ def in_rows(
     Raises:
       ValueError: If the contracted sizes differ.
     """
+    check_contracted(x, w)
     k = x.shape[-1]
-    if w.ndim < 2 or w.shape[-1] != k:
-        raise ValueError(
-            f"x and w need [..., k] and [..., n, k], got {x.shape}, {w.shape}"
-        )
 
     def product(x, w):
         y = multiply(x.reshape(-1, k), w)
         return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
     return on_explicit_tokens(product, x, x.ndim - 1)(x, w)
+
+
+def check_contracted(x: Float[Array, "*batch k"], w: Float[Array, "... k"]) -> None:
+    """Raises ValueError if the contracted sizes differ."""
+    if w.ndim < 2 or w.shape[-1:] != x.shape[-1:]:
+        raise ValueError(
+            f"x and w need [..., k] and [..., n, k], got {x.shape}, {w.shape}"
+        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

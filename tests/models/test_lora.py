@@ -87,8 +87,10 @@ def test_frozen_weights_have_no_gradient_and_match_in_size(rng):
     x, w = (
         jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((6, 4), (2, 3, 4))
     )
-    with pytest.raises(ValueError, match=r"x and w need \[..., k\]"):
-        frozen_linear(jnp.ones((2, 3)), freeze(jnp.ones((4, 5))))
+    wrong = jnp.ones((4, 5))
+    for weight in (wrong, freeze(wrong)):
+        with pytest.raises(ValueError, match=r"x and w need \[..., k\]"):
+            frozen_linear(jnp.ones((2, 3)), weight)
     y, vjp = jax.vjp(frozen_linear, x, w)
     np.testing.assert_allclose(y, np.einsum("mk,abk->mab", x, w), rtol=1e-5, atol=1e-6)
     dx, dw = vjp(jnp.ones_like(y))
