@@ -11,17 +11,17 @@ from helpers.hf_values import values_of
 from jax.sharding import PartitionSpec as P
 
 from coat_jax.models import hf
-from coat_jax.models.hf import loading
+from coat_jax.models.hf import pieces
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("case", ["qwen2", "gemma3"])
-@pytest.mark.parametrize("large", [0, 2**26])
-def test_a_mesh_holds_the_same_checkpoint(tmp_path, monkeypatch, case, large):
+@pytest.mark.parametrize("piece", [0, 3000, 2**25])
+def test_a_mesh_holds_the_same_checkpoint(tmp_path, monkeypatch, case, piece):
     folder = write_folder(tmp_path / "in", case)
     alone = hf.load(folder)
-    monkeypatch.setattr(loading, "LARGE", large)
+    monkeypatch.setattr(pieces, "PIECE", piece)
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
     model = hf.load(folder, mesh=mesh)
     assert model.layers.down[...].sharding.spec == P(None, "fsdp", "tensor")
