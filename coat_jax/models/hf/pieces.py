@@ -1,10 +1,11 @@
 """Fills arrays on devices from a checkpoint, in pieces of bounded memory.
 
-Each device holds a shard of a parameter. A piece is a box of every shard at once, whole
-rows that follow one another. Threads read the next pieces into memory that is used
-again and again, since the first use of memory takes longer than the read itself, while
-the program copies a piece to the devices and into its place there. The host holds at
-most `READERS` + 1 pieces, and one that is copied, of any checkpoint.
+Each device holds a shard of a parameter. A piece is a box of every shard at once, of
+whole rows that follow one another. Threads read the next pieces while one is copied to
+the devices and into its place there. The pieces' memory is used again and again, since
+the operating system takes longer to give new memory than to read a file from its cache.
+The host holds at most `READERS` + 1 pieces, a copy of one, and what the threads convert
+or dequantize, a few MiB each.
 """
 
 import collections
@@ -66,7 +67,12 @@ class Pieces:
 
     @cached_property
     def piece(self) -> tuple[int, ...]:
-        """The shape of a piece of one shard: ones, a number of entries, whole axes."""
+        """The shape of a piece of one shard: 1s, a number of entries, and whole axes.
+
+        A piece has at most `PIECE` bytes of all different shards of a process, or one
+        row of each.
+        """
+        # The axis that is cut is the first with few enough numbers in an entry.
         limit = PIECE // self._most_shards // self.target.dtype.itemsize
         axis, rows = 0, len(self.shard) - 1 - len(self.parameter.columns)
         while axis < rows and math.prod(self.shard[axis + 1 :]) > limit:
@@ -129,19 +135,11 @@ class Pieces:
         }
         return self._array(copies, self.target.shape, self.sharding)
 
-    def _array(
-        self,
-        parts: Parts,
-        shape: tuple[int, ...],
-        sharding: Sharding,
-    ) -> Array:
-        shards = [jax.device_put(parts[s], d) for d, s in self._places.items()]
-        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
     def programs(self) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
-        """Returns the programs that make zeros, and that put a piece in its place.
+        """Returns a program that makes zeros, and one that puts a piece in its place.
 
-        The second is of the array, which it changes, the piece, and its place.
+        The second takes the array, which is donated, the piece, and its place in a
+        shard, int32 [axes].
         """
         zeros = partial(jnp.zeros, self.target.shape, self.target.dtype)
         whole = jax.ShapeDtypeStruct(
@@ -162,6 +160,10 @@ class Pieces:
             jax.jit(zeros, out_shardings=self.sharding).lower(),
             place.lower(whole, piece, start),
         )
+
+    def _array(self, parts: Parts, shape: tuple[int, ...], sharding: Sharding) -> Array:
+        shards = [jax.device_put(parts[s], d) for d, s in self._places.items()]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     def _stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[::-1] if self.parameter.transposed else shape
