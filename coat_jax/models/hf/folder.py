@@ -73,9 +73,11 @@ class Folder:
         """Returns what config.json holds."""
         return read_json(self.path, CONFIG, _LARGEST_CONFIG)
 
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Reads some rows of a tensor."""
-        return self.files[self._file_of[name]].read(name, rows)
+    def read(
+        self, name: str, rows: slice = slice(None), out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Reads some rows of a tensor; see `TensorFile.read`."""
+        return self.files[self._file_of[name]].read(name, rows, out)
 
     def inside(self, name: str) -> Path:
         """Returns the path of a file of the folder; see `inside`."""

@@ -88,11 +88,14 @@ class Parameter:
         return self.path.startswith("layers/")
 
     @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape as the tensors have it, with rows first."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    @property
     def columns(self) -> tuple[int, ...]:
         """The shape of a row."""
-        if self.transposed:
-            return self.shape[:1]
-        return self.shape[-1:] if len(self.shape) > 1 else ()
+        return self.stored[-1:] if len(self.shape) > 1 else ()
 
     def name(self, tensor: str, layer: int) -> str:
         """Returns the whole name of a tensor."""

@@ -109,40 +109,61 @@ class TensorFile:
         """Closes the file."""
         os.close(self._file)
 
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+    def read(
+        self, name: str, rows: slice = slice(None), out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Reads some rows of a tensor, consecutive entries of its first axis.
 
+        Args:
+          name: The tensor.
+          rows: The rows; a tensor without axes is read whole.
+          out: Contiguous memory of the rows' shape and dtype to read them into; None
+            is new memory.
+
+        Returns:
+          The rows, which are `out` if it is given.
+
         Raises:
-          ValueError: If the file ends before the tensor does.
+          ValueError: If the file ends before the tensor does, or `out` has another
+            shape or dtype or is not contiguous.
         """
         tensor = self.tensors[name]
-        if not tensor.shape:
-            return self._read(tensor.offset, (), tensor.dtype)
-        start, stop, _ = rows.indices(tensor.shape[0])
-        row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        shape = (max(stop - start, 0), *tensor.shape[1:])
-        return self._read(tensor.offset + start * row_bytes, shape, tensor.dtype)
+        offset, shape = tensor.offset, tensor.shape
+        if shape:
+            start, stop, _ = rows.indices(shape[0])
+            offset += start * math.prod(shape[1:]) * tensor.dtype.itemsize
+            shape = (max(stop - start, 0), *shape[1:])
+        if out is None:
+            out = np.empty(shape, tensor.dtype)
+        elif (out.shape, out.dtype) != (shape, tensor.dtype):
+            raise ValueError(
+                f"out must be {tensor.dtype} {list(shape)} for the rows of "
+                f"{shown(name)}, got {out.dtype} {list(out.shape)}"
+            )
+        elif not out.flags.c_contiguous:
+            raise ValueError(f"out must be contiguous, got strides {out.strides}")
+        return self._read(offset, out)
 
-    def _read(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        array = np.empty(shape, dtype)
-        buffer = memoryview(array.reshape(-1).view(np.uint8))
+    def _read(self, offset: int, out: np.ndarray) -> np.ndarray:
+        """Fills contiguous memory with the file's bytes from `offset` on."""
+        buffer = memoryview(out.reshape(-1).view(np.uint8))
         while buffer:
             count = os.preadv(self._file, [buffer[:_CHUNK]], offset)
             if not count:
                 raise self._error("ends before its last tensor")
             buffer, offset = buffer[count:], offset + count
-        return array
+        return out
 
     def _header(self, size: int) -> dict[str, Tensor]:
         if size < 8:
             raise self._error(f"must have 8 bytes or more, got {size}")
-        length = int(self._read(0, (1,), np.dtype("<u8"))[0])
+        length = int(self._read(0, np.empty(1, "<u8"))[0])
         if length > min(_LONGEST_HEADER, size - 8):
             raise self._error(
                 f"must have a header of at most {min(_LONGEST_HEADER, size - 8)} "
                 f"bytes, got {length}"
             )
-        text = self._read(8, (length,), np.dtype(np.uint8)).tobytes()
+        text = self._read(8, np.empty(length, np.uint8)).tobytes()
         entries = parsed(text, str(self.path.name))
         entries.pop("__metadata__", None)
         start = 8 + length

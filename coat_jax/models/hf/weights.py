@@ -20,6 +20,9 @@ _CODES = jnp.dtype(jnp.float8_e4m3fn)
 _UNREAD = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 # The bytes that are compared at a time.
 _COMPARED = 2**26
+# The bytes, in the widest dtype, that are converted or dequantized at a time.
+_CONVERTED = 2**21
+_WIDEST = 4
 
 
 class Weights:
@@ -53,59 +56,70 @@ class Weights:
             names.update(self._checked(parameter))
         self._check_unknown(names, config)
 
-    def read(self, parameter: Parameter, layer: int, index: tuple) -> np.ndarray:
-        """Reads a part of a parameter, or of one layer's.
+    def read(
+        self,
+        parameter: Parameter,
+        layer: int,
+        index: Sequence[range],
+        out: np.ndarray,
+    ) -> None:
+        """Reads a part of a parameter, or of one layer's, and converts it.
 
         Args:
           parameter: The parameter.
           layer: The layer; ignored for parameters outside of layers.
-          index: A slice for each axis.
+          index: The entries of each axis of `parameter.stored`.
+          out: Contiguous memory for the part, of the lengths of `index` and the dtype
+            that the part is converted to.
         """
-        ranges = [
-            range(*s.indices(n)) for s, n in zip(index, parameter.shape, strict=True)
-        ]
-        shape = tuple(map(len, ranges))
-        if parameter.transposed:
-            columns, (rows,) = ranges[:1], ranges[1:]
-            return self._rows(parameter, layer, rows, columns).T
-        if len(ranges) == 1:
-            return self._rows(parameter, layer, ranges[0], [])
-        *outer, rows, columns = ranges
-        if not outer:
-            return self._rows(parameter, layer, rows, [columns])
-        *sizes, height, _ = parameter.shape
-        parts = [
-            self._rows(
-                parameter,
-                layer,
-                range(i * height + rows.start, i * height + rows.stop),
-                [columns],
-            )
-            for i in _numbers(outer, sizes)
-        ]
-        return np.stack(parts).reshape(shape)
+        axes = len(index) - len(parameter.columns)
+        *outer, rows = index[:axes]
+        *sizes, height = parameter.stored[:axes]
+        parts = out.reshape(-1, *out.shape[len(outer) :])
+        for part, i in zip(parts, _numbers(outer, sizes), strict=True):
+            of_part = range(i * height + rows.start, i * height + rows.stop)
+            self._read_rows(parameter, layer, of_part, index[axes:], part)
 
-    def _rows(
-        self, parameter: Parameter, layer: int, rows: range, columns: Sequence[range]
-    ) -> np.ndarray:
+    def _read_rows(
+        self,
+        parameter: Parameter,
+        layer: int,
+        rows: range,
+        columns: Sequence[range],
+        out: np.ndarray,
+    ) -> None:
         """Reads some rows of a parameter, gathered from its tensors."""
-        parts, first = [], 0
+        first = 0
         for piece in parameter.rows:
             start = max(rows.start - first, 0)
             stop = min(rows.stop - first, piece.count)
             if start < stop:
                 name = parameter.name(piece.tensor, layer)
-                array = self._tensor(
-                    name, slice(piece.start + start, piece.start + stop)
-                )
-                parts.append(
-                    array[:, columns[0].start : columns[0].stop] if columns else array
-                )
+                of_tensor = range(piece.start + start, piece.start + stop)
+                offset = first + start - rows.start
+                part = out[offset : offset + stop - start]
+                self._read_tensor(name, of_tensor, columns, part)
             first += piece.count
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _tensor(self, name: str, rows: slice) -> np.ndarray:
-        """Reads rows of a tensor, dequantized if they are codes."""
+    def _read_tensor(
+        self, name: str, rows: range, columns: Sequence[range], out: np.ndarray
+    ) -> None:
+        """Reads a part of a tensor, straight into `out` if that has the same bytes."""
+        entry = self._folder.tensors[name]
+        whole = entry.shape[1:] == tuple(map(len, columns))
+        if whole and entry.dtype == out.dtype and entry.dtype in _WIDE:
+            self._folder.read(name, slice(rows.start, rows.stop), out)
+            return
+        row_bytes = math.prod(entry.shape[1:]) * _WIDEST
+        step = max(_CONVERTED // max(row_bytes, 1), 1)
+        within = tuple(slice(c.start, c.stop) for c in columns)
+        for start in range(rows.start, rows.stop, step):
+            stop = min(start + step, rows.stop)
+            values = self._values(name, slice(start, stop))
+            out[start - rows.start : stop - rows.start] = values[:, *within]
+
+    def _values(self, name: str, rows: slice) -> np.ndarray:
+        """Returns rows of a tensor, dequantized if they are codes."""
         array = self._folder.read(name, rows)
         if array.dtype != _CODES or self._scheme is None:
             return array
@@ -115,7 +129,8 @@ class Weights:
             blocks = slice(rows.start // height, -(-rows.stop // height))
             start = rows.start % height
         scales = self._folder.read(name + self._scheme.suffix, blocks)
-        return self._scheme.dequantized(array, scales, start).astype(self._dtype)
+        values = self._scheme.dequantized(array, scales, start)
+        return values.astype(self._dtype, copy=False)
 
     def _checked(self, parameter: Parameter) -> Iterator[str]:
         """Yields the names of a parameter's tensors; checks their shapes and dtypes."""
@@ -182,7 +197,7 @@ class Weights:
 def _numbers(ranges: Sequence[range], sizes: Sequence[int]) -> Iterator[int]:
     """Yields the row-major indices of the entries in `ranges`, of axes of `sizes`."""
     for index in itertools.product(*ranges):
-        yield int(np.ravel_multi_index(index, sizes))
+        yield int(np.ravel_multi_index(index, sizes)) if index else 0
 
 
 def _error(name: str, rule: str, value: object) -> ValueError:
