@@ -62,7 +62,7 @@ class Chunks:
         return cls(rows=rows, part=min(_aligned(part), rows), axis=axis)
 
     def overflow(self, sizes: Int[Array, "p p"]) -> Bool[Array, ""]:
-        """Whether a chunk has more rows than it has place for."""
+        """Returns whether a chunk has more rows than it has place for."""
         return jnp.max(sizes) > self.rows
 
     def exchange(
@@ -174,7 +174,7 @@ class SentRows:
         tokens, _ = shape
         chunks = Chunks.of(tokens, experts, len(counts), axis)
         here, shared = lax.axis_index(axis), experts.num_shared
-        # What a chunk has no place for does not arrive.
+        # Rows that a chunk has no place for do not arrive.
         arrived = jnp.diff(
             jnp.minimum(jnp.cumsum(counts[:, here], axis=1), chunks.rows), prepend=0
         )
