@@ -189,6 +189,8 @@ def test_results_on_pages_are_those_of_the_results_files():
     assert pages.home(home, _README) == home
     release = pages.RELEASE.read_text()
     assert pages.released(release) == release
+    models = pages.MODELS.read_text()
+    assert pages.models(models) == models
     ecosystem = pages.ECOSYSTEM.read_text()
     assert pages.trainings(ecosystem) == ecosystem
     results = (_ROOT / "experiments" / "README.md").read_text()

@@ -112,7 +112,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         "case": args.case,
         "gpus": gpus,
         "ms_per_step": 1e3 * seconds,
-        "tokens_per_s": args.batch * args.seq / seconds,  # Of a GPU.
+        "tokens_per_s": args.batch * args.seq / seconds,  # Each GPU has its own tokens.
         "peak_gib": stats.get("peak_bytes_in_use", 0) / 2**30,
         "loss": loss,
     }

@@ -2,7 +2,8 @@
 
 These are the results and pictures of README.md and of the docs' home page,
 experiments/README.md, docs/pages/paper.md with all tables and figures of the paper, and
-the tables of docs/pages/release.md and docs/pages/ecosystem.md.
+the tables of docs/pages/release.md, docs/pages/models-hf.md and
+docs/pages/ecosystem.md.
 
 uv run python -m experiments.pages
 """
@@ -15,10 +16,12 @@ from experiments.pages import paper, pictures
 from experiments.pages.readme import (
     ECOSYSTEM,
     HOME,
+    MODELS,
     PROJECT,
     RELEASE,
     headline_rows,
     home,
+    models,
     readme,
     released,
     results,
@@ -39,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory.savefig(HOME.parent / "images" / "memory.png")
     speed.savefig(HOME.parent / "images" / "speed.png")
     RELEASE.write_text(released(RELEASE.read_text()))
+    MODELS.write_text(models(MODELS.read_text()))
     ECOSYSTEM.write_text(trainings(ECOSYSTEM.read_text()))
     (PROJECT / "experiments" / "README.md").write_text(results())
     paper.PAGE.write_text(paper.page())

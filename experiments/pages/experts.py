@@ -1,4 +1,4 @@
-"""The section on grouped matmuls for mixtures of experts."""
+"""Sections on mixtures of experts: grouped matmuls, layers, and several GPUs."""
 
 from typing import Any
 
@@ -29,6 +29,12 @@ _LAYERS = {
     "`te`": "te",
     "batched BF16 einsum": "bf16_batched_einsum_gates_recomputed",
     "BF16 `jax.lax.ragged_dot`": "bf16_ragged_dot_gates_recomputed",
+    "two lines": "two_lines",
+}
+# The results files of layers on two GPUs, by what exchanges the rows of tokens.
+_EXCHANGES = {
+    "all-to-all of chunks": "expert_parallel",
+    "`jax.lax.ragged_all_to_all`": "expert_parallel_ragged",
 }
 
 
@@ -49,9 +55,61 @@ def layers() -> str:
         f"between, on one {files[0]['device']['name']} with JAX "
         f"{files[0]['versions']['jax']}. Groups are a router's, except for the batched "
         "einsum's: there every expert has as many tokens as any other, whatever the "
-        "router says. Layers in BF16 compute gates again in backward."
+        "router says. Layers in BF16 compute gates again in backward, and `two lines` "
+        "is `coat.fp8` of a layer with `jax.lax.ragged_dot`."
     )
-    return section(text, markdown(columns, rows))
+    bars = [bar for results in files for bar in results["bars"]]
+    targets = (
+        Column("Target", "name"),
+        Column("", "target"),
+        Column("measured", "measured", "{:.3f}"),
+        Column("holds", lambda bar: "yes" if bar["holds"] else "no"),
+    )
+    return section(text, markdown(columns, rows), markdown(targets, bars))
+
+
+def parallel() -> str:
+    """Returns the section on experts that are split over two GPUs."""
+    files = {title: load("moe", name) for title, name in _EXCHANGES.items()}
+    rows = [
+        {"exchange": title} | row
+        for title, results in files.items()
+        for row in results["rows"]
+        if "skipped" not in row
+    ]
+    columns = (
+        Column("exchange", "exchange"),
+        Column("recipe", "recipe", "`{}`"),
+        Column("`buffer`", "buffer"),
+        Column("two GPUs", "spread_ms", "{:.1f}"),
+        Column("one GPU", "one_gpu_ms", "{:.1f}"),
+        Column("largest error", "largest_error", "{:.1%}"),
+    )
+    results = next(iter(files.values()))
+    text = (
+        "**Experts on two GPUs** (`expert_parallel`, `expert_parallel_ragged`): "
+        "milliseconds of forward and backward of the layer with "
+        f"{rows[0]['experts']} experts and {rows[0]['tokens']:,} tokens on "
+        f"{results['device']['count']} {results['device']['name']} with JAX "
+        f"{results['versions']['jax']}. One GPU has all experts, and as many tokens as "
+        "each of two has. Errors are relative to one GPU's results for all tokens. "
+        "Without `buffer` nothing was timed."
+    )
+    return section(text, markdown(columns, rows), _whole_model())
+
+
+def _whole_model() -> str:
+    """Returns a sentence on training steps of a model on two GPUs."""
+    results = load("bench_e2e", "bench_e2e_experts")
+    (row,) = results["rows"]
+    return (
+        "A step of every parameter of Qwen3-30B-A3B (`bench_e2e_experts`, "
+        f"`{row['case']}`) with `{row['mesh']}`, `buffer` {row['buffer']} and "
+        f"{row['batch']} sequences of {row['seq']:,} tokens a GPU takes "
+        f"{row['ms_per_step']:,.0f} ms on two {results['device']['name']}: "
+        f"{row['tokens_per_s']:,.0f} tokens/s, {row['tokens_per_s_per_gpu']:,.0f} a "
+        f"GPU, with a peak of {row['peak_gib']:.1f} GiB on each."
+    )
 
 
 def _shape(row: dict[str, Any]) -> str:

@@ -1,15 +1,30 @@
 """Sections of experiments/README.md on layers: on two versions of JAX, and of users."""
 
 import functools
+import textwrap
 from typing import Any
 
 from experiments.common.results import NEWEST_JAX, OLDEST_JAX, load
 from experiments.common.tables import Column, by_column, markdown
+from experiments.pages.release import times_bf16
 from experiments.pages.sections import section
 from experiments.pages.speed import time_of
 
 _VERSIONS = (OLDEST_JAX, NEWEST_JAX)
 _MS = "forward_backward_ms"
+# The results files of layers of Hugging Face's models, by the layer's name.
+_MODELS = {
+    "Qwen3-8B's": "layer_qwen3",
+    "as Gemma 2's, heads of 128": "layer_gemma2",
+    "as Gemma 2's, heads of 256": "layer_gemma2_head_256",
+}
+# The cases of these layers, by title.
+_OF_MODELS = {
+    "plain Flax, BF16": "bf16",
+    "plain Flax in two lines": "both",
+    "this library's, `bf16`": "own layer, bf16",
+    "this library's, `coat`": "own layer",
+}
 
 
 def versions() -> str:
@@ -104,6 +119,33 @@ def _foreign(results: dict[str, Any]) -> tuple[str, str]:
 def _foreign_cell(layer: tuple[str, dict[str, dict[str, Any]]], case: str) -> str:
     row = layer[1].get(case)
     return "" if row is None else f"{time_of(row)}, {row['saved_units']:.1f}U"
+
+
+def of_models() -> str:
+    """Returns the part of docs/pages/models-hf.md on the speed of layers."""
+    files = [load("hf", file) for file in _MODELS.values()]
+    named = {
+        name: {row["case"]: row for row in results["rows"]}
+        for name, results in zip(_MODELS, files, strict=True)
+    }
+    size, results = files[0]["rows"][0], files[0]
+    columns = [Column("Layer", lambda layer: layer[0])]
+    for title, case in _OF_MODELS.items():
+        columns.append(Column(title, functools.partial(_foreign_cell, case=case)))
+    text = (
+        "Milliseconds of forward and backward of a layer on one "
+        f"{results['device']['name']} with JAX {results['versions']['jax']}, in "
+        "brackets how many times as fast as plain Flax in BF16, and what is saved "
+        f"(hidden {size['hidden']:,}, batch {size['batch']}, sequence "
+        f"{size['seq']:,}; 1U is the size of the residual stream in BF16):"
+    )
+    training = (
+        "A training of Llama-3-8B on sequences of 4,096 tokens has with `coat` "
+        f"{times_bf16():.2f} times the tokens/s that it has with BF16, each at its "
+        "fastest batch."
+    )
+    table = markdown(columns, named.items())
+    return section(textwrap.fill(text, 95), table, textwrap.fill(training, 95))
 
 
 def compilation() -> str:

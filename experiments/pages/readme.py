@@ -1,5 +1,6 @@
 """README.md, the home page of the docs and experiments/README.md, with results."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from experiments.pages import (
 PROJECT = Path(__file__).resolve().parents[2]
 HOME = PROJECT / "docs" / "pages" / "index.md"
 RELEASE = PROJECT / "docs" / "pages" / "release.md"
+MODELS = PROJECT / "docs" / "pages" / "models-hf.md"
 ECOSYSTEM = PROJECT / "docs" / "pages" / "ecosystem.md"
 # Case and batch size of each row of the table at the top of README.md.
 _HEADLINE = (
@@ -64,6 +66,11 @@ def released(text: str) -> str:
     return _with(text, "cards", release.cards())
 
 
+def models(text: str) -> str:
+    """Returns the text of docs/pages/models-hf.md, with the speed of layers."""
+    return _with(text, "layers", layers.of_models())
+
+
 def trainings(text: str) -> str:
     """Returns the text of docs/pages/ecosystem.md, with the table of trainings."""
     return _with(text, "trainings", ecosystem.trainings())
@@ -88,6 +95,7 @@ def results() -> str:
     sections = (
         speed.end_to_end(),
         speed.several_gpus(),
+        speed.long_sequences(),
         release.released(),
         speed.estimates(),
         speed.layer(),
@@ -97,6 +105,7 @@ def results() -> str:
         layers.compilation(),
         experts.grouped(),
         experts.layers(),
+        experts.parallel(),
         trainers.steps(),
         speed.activations(),
         training.pretraining(),
@@ -125,4 +134,12 @@ def _headline() -> str:
         Column("peak memory", "peak_gib", "{:.0f} GiB"),
         Column("of which optimizer", "optimizer_gib", "{:.0f} GiB"),
     )
-    return markdown(columns, headline_rows()) + "\n"
+    (experts_row,) = load("bench_e2e", "bench_e2e_experts")["rows"]
+    others = (
+        "At 4,096 tokens Llama-3-8B trains with `coat` "
+        f"{release.times_bf16():.2f} times as fast as with BF16 (each at its best "
+        "batch), and all of Qwen3-30B-A3B on two H200s with "
+        f"{experts_row['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU."
+    )
+    table = markdown(columns, headline_rows())
+    return f"{table}\n\n{textwrap.fill(others, 95)}\n"

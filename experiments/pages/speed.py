@@ -25,6 +25,15 @@ _ROWS = (
     *("16384 x 768", "16384 x 1408"),
     *("8192 x 17920", "8192 x 26624", "8192 x 28672"),
 )
+# Tokens per second of each of eight H100s, by sequence, that torchtitan has published.
+_TORCHTITAN_PAGE = (
+    "https://github.com/pytorch/torchtitan/blob/"
+    "31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/"
+    "llama3_h100_202412_torchtitan.md"
+)
+_TORCHTITAN = {32_768: 3890, 65_536: 2540}
+# Targets for the tokens per second of each of four GPUs.
+_ON_FOUR = {32_768: 7500, 65_536: 4800}
 # Kernels that take as long are measured to within a few percent.
 _LONG_MS = 0.1
 
@@ -110,6 +119,34 @@ def _visible() -> str:
         f"with {alone:,.0f} tokens/s alone and {ours:,.0f} next to another "
         f"({ours / alone - 1:+.1%})."
     )
+
+
+def long_sequences() -> str:
+    """Returns the section on training steps of long sequences."""
+    results = load("bench_e2e", "bench_e2e_long")
+    device, jax = results["device"], results["versions"]["jax"]
+    text = (
+        "**Long sequences** (`bench_e2e_long`): steps of Llama-3-8B with all its "
+        f"layers on {device['count']} {device['name']} with JAX {jax}. With `fsdp` "
+        "each GPU has one sequence, with `context` both split one. The "
+        "published figures are torchtitan's: Llama 3.1 8B on eight H100s of 96 GB, "
+        "fully sharded and at the longer sequence over two GPUs each, with float8 "
+        f"matmuls and full activation checkpointing ([table 2]({_TORCHTITAN_PAGE})). "
+        "The targets are for four GPUs, which were not measured."
+    )
+    columns = (
+        Column("sequence", "seq", "{:,}"),
+        Column("mesh", "mesh", "`{}`"),
+        Column("", "case"),
+        Column("ms", "ms_per_step", "{:,.0f}"),
+        Column("tokens/s a GPU", "tokens_per_s_per_gpu", "{:,.0f}"),
+        Column("target on four", lambda row: _ON_FOUR[row["seq"]], "{:,}"),
+        Column("published, H100", lambda row: _TORCHTITAN[row["seq"]], "{:,}"),
+        _OPTIMIZER,
+        Column("saved", "activations_gib", "{:.1f} GiB"),
+        _PEAK,
+    )
+    return section(text, markdown(columns, results["rows"]))
 
 
 def estimates() -> str:

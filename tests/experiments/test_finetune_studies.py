@@ -73,7 +73,7 @@ def test_a_join_without_finished_runs_is_refused(tmp_path, capsys):
 
 def test_a_process_is_interrupted_once_it_has_written_rows(tmp_path):
     path = tmp_path / "rows"
-    # Like a run, it writes a row a step, and ends with a code of its own.
+    # It writes, as a run does, a row a step, and ends with a code of its own.
     code = f"""
 import signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: sys.exit({STOPPED}))

@@ -39,10 +39,14 @@ class Experts:
         not change it; see `updated_bias`.
       balance_weight: The weight of the load-balancing loss in `llama.training_loss`.
       z_weight: The weight of the z loss in `llama.training_loss`.
-      buffer: The rows that a device has place for if a mesh axis "expert" splits the
-        experts, relative to the rows of equal loads. None means all that can arrive,
-        up to the size of the axis times as many. If more arrive than there is place
-        for, the layer's output is NaN on all devices: no row is dropped without notice.
+      buffer: The rows that one device has place to send to another if a mesh axis
+        "expert" splits the experts, relative to the mean of all pairs of devices, which
+        is `top_k` times a device's tokens over the size of the axis. If any device has
+        more rows for another, the layer's output is NaN on all devices: no row is
+        dropped without notice. None means place for all rows, up to the size of the
+        axis times the mean. Rows then travel in parts of 1.25 times the mean, as many
+        as the pair with the most rows needs, and the host waits for that number at each
+        exchange.
 
     Raises:
       ValueError: If a number is out of its range, or a name is unknown.

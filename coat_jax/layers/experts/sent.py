@@ -55,15 +55,15 @@ class Chunks:
         """
         rows = tokens * min(experts.top_k, experts.num_experts // devices)
         mean = tokens * experts.top_k / devices
-        part = _aligned(_PART * mean)
+        at_once = _aligned(_PART * mean)
         if experts.buffer is not None:
             rows = min(rows, math.ceil(experts.buffer * mean))
-            part = rows
+            at_once = rows
         rows = _aligned(rows)
-        return cls(rows=rows, part=min(_aligned(part), rows), axis=axis)
+        return cls(rows=rows, part=min(_aligned(at_once), rows), axis=axis)
 
     def overflow(self, sizes: Int[Array, "p p"]) -> Bool[Array, ""]:
-        """Whether a chunk has more rows than it has place for."""
+        """Returns whether a chunk has more rows than it has place for."""
         return jnp.max(sizes) > self.rows
 
     def exchange(
@@ -87,9 +87,9 @@ class Chunks:
             number, out = state
             # The last part may begin earlier, and then sends some rows again.
             start = jnp.minimum(number * self.part, self.rows - self.part)
-            part = lax.dynamic_slice_in_dim(chunks, start, self.part, axis=1)
-            part = self._exchanged(part)
-            out = lax.dynamic_update_slice_in_dim(out, part, start, axis=1)
+            sent = lax.dynamic_slice_in_dim(chunks, start, self.part, axis=1)
+            sent = self._exchanged(sent)
+            out = lax.dynamic_update_slice_in_dim(out, sent, start, axis=1)
             return number + 1, out
 
         _, out = lax.while_loop(lambda state: state[0] < needed, travel, (number, out))
@@ -175,7 +175,7 @@ class SentRows:
         tokens, _ = shape
         chunks = Chunks.of(tokens, experts, len(counts), axis)
         here, shared = lax.axis_index(axis), experts.num_shared
-        # What a chunk has no place for does not arrive.
+        # Rows that a chunk has no place for do not arrive.
         arrived = jnp.diff(
             jnp.minimum(jnp.cumsum(counts[:, here], axis=1), chunks.rows), prepend=0
         )
