@@ -47,25 +47,24 @@ class ExpertRows(NamedTuple):
 
     Attributes:
       x: The rows [m, k], or the tokens [t, k].
-      index: The token of each row, [m, 1], or None.
-      order: The permutation that `index` follows from: `index = order // (m // t)`.
+      order: A permutation if they are tokens: row i is of token order[i] // (m // t).
     """
 
     x: Float[Array, "_ k"]
-    index: Int[Array, "m 1"] | None = None
     order: Int[Array, " m"] | None = None
 
     @property
     def count(self) -> int:
         """The number of rows, m."""
-        return len(self.x if self.index is None else self.index)
+        return len(self.x if self.order is None else self.order)
 
     def padded[Rows](self, arrays: Rows) -> Rows:
         """Returns the rows of arrays like `x`, with 128 rows of zeros at the end."""
-        if self.index is None:
+        if self.order is None:
             return jax.tree.map(_padded, arrays)
-        (index,) = self.index.T
-        index = jnp.pad(index, (0, BLOCK), constant_values=len(self.x))
+        tokens = len(self.x)
+        index = self.order // (self.count // tokens)
+        index = jnp.pad(index, (0, BLOCK), constant_values=tokens)
         return jax.tree.map(lambda x: taken(x, index), arrays)
 
     def gradient(self, rows: Float[Array, "padded k"]) -> Float[Array, "_ k"]:
@@ -176,9 +175,9 @@ def _backward(activation, inner, dtype, residuals, dy):
     dx = rows.gradient(grouped(gradient, w, group_sizes, tiles, like.dtype))
     of_pair = jnp.split(d_gate_up, len(gate_up), axis=2)
     of_pair = tuple(d.astype(w.dtype) for d, w in zip(of_pair, gate_up, strict=True))
-    no_gradients = jax.tree.map(_no_gradient, (rows.index, rows.order, group_sizes))
-    of_rows = ExpertRows(dx.astype(like.dtype), *no_gradients[:2])
-    return of_rows, of_pair, d_down.astype(down.dtype), no_gradients[2]
+    of_order, of_sizes = jax.tree.map(_no_gradient, (rows.order, group_sizes))
+    of_rows = ExpertRows(dx.astype(like.dtype), of_order)
+    return of_rows, of_pair, d_down.astype(down.dtype), of_sizes
 
 
 _gated_experts.defvjp(_forward, _backward)

@@ -22,7 +22,7 @@ def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k
 def sums(
     x: Float[Array, "m *n"], order: Int[Array, " m"], tokens: int
 ) -> Float[Array, "tokens *n"]:
-    """Adds up the rows of each token in float32, in the dtype of `x`.
+    """Adds up the rows of each token in float32, or in float64 for float64.
 
     Args:
       x: The rows. Row i is of token `order[i] // (m // tokens)`.
@@ -36,4 +36,5 @@ def sums(
     if tokens == len(x):
         return taken(x, inverse)
     each = x.at[inverse.reshape(tokens, -1)].get(mode="promise_in_bounds")
-    return jnp.sum(each.astype(jnp.float32), axis=1).astype(x.dtype)
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    return jnp.sum(each.astype(wide), axis=1).astype(x.dtype)

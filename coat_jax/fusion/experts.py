@@ -176,4 +176,4 @@ def _is_of_tokens(eqn: core.JaxprEqn | None) -> bool:
     """Returns whether an operation copies tokens [t, k] to rows [m, k]."""
     if eqn is None or eqn.primitive is not rows_p:
         return False
-    return all(v.aval.ndim == 2 for v in eqn.invars[:2])
+    return eqn.invars[0].aval.ndim == 2 and len(eqn.params["shape"]) == 1

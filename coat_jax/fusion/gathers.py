@@ -8,6 +8,7 @@ token once for each of its experts. There the gradient gathers by the inverse or
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jaxtyping import Array, Int, Shaped
 
 from coat_jax.fp8.rows import sums, taken
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
-from coat_jax.programs.primitives import Operand
+from coat_jax.programs.primitives import Operand, variables
 
 
 def gathers(
@@ -32,39 +33,43 @@ def gathers(
     """
     del keys, is_param
     inline = inlined(program, is_plain_call)
-    graph = Graph(inline)
-    replaced = {id(eqn): _by_permutation(eqn, graph) for eqn in inline.eqns}
+    of_rows = [eqn for eqn in inline.eqns if _takes_rows(eqn)]
+    values = _integers(inline, [eqn.invars[1] for eqn in of_rows])
+    replaced = {id(eqn): _by_permutation(eqn, values) for eqn in of_rows}
     if not any(replaced.values()):
         return program
-    return inline.replace(eqns=[replaced[id(eqn)] or eqn for eqn in inline.eqns])
+    return inline.replace(eqns=[replaced.get(id(eqn)) or eqn for eqn in inline.eqns])
 
 
-def _by_permutation(eqn: core.JaxprEqn, graph: Graph) -> core.JaxprEqn | None:
-    """Returns the operation that replaces a gather, or None if it has to stay."""
-    if eqn.primitive.name != "gather" or not _takes_rows(eqn):
-        return None
+def _by_permutation(
+    eqn: core.JaxprEqn, values: dict[core.Var, "_Values"]
+) -> core.JaxprEqn | None:
+    """Returns the operation that replaces a gather of rows, or None if it stays."""
     x, index = eqn.invars
-    if not jnp.issubdtype(x.aval.dtype, jnp.floating) or _is_placed(eqn):
+    known = _Values.of(index, values)
+    if known is None or known.order is None:
         return None
-    values = _Values.of(index, graph)
-    if values is None or values.order is None:
-        return None
-    rows, size = x.aval.shape[0], values.order.aval.size
-    if not rows or size % rows or values.table.shape != (size,):
+    rows, size = x.aval.shape[0], known.order.aval.size
+    if not rows or size % rows or known.table.shape != (size,):
         return None
     # The table has the index for each number that is permuted.
-    if not np.array_equal(values.table, np.arange(size) // (size // rows)):
+    if not np.array_equal(known.table, np.arange(size) // (size // rows)):
         return None
-    invars = [x, index, values.order]
-    return eqn.replace(primitive=rows_p, invars=invars, params={})
+    params = {"shape": index.aval.shape[:-1]}
+    return eqn.replace(primitive=rows_p, invars=[x, known.order], params=params)
 
 
 def _takes_rows(eqn: core.JaxprEqn) -> bool:
-    """Returns whether a gather takes whole rows of its first axis."""
+    """Returns whether a gather takes whole rows of numbers from its first axis."""
+    if eqn.primitive.name != "gather" or _is_placed(eqn):
+        return False
     (x, index), params = eqn.invars, eqn.params
     numbers, batch = params["dimension_numbers"], len(index.aval.shape) - 1
     return (
-        index.aval.shape[-1] == 1
+        jnp.issubdtype(x.aval.dtype, jnp.floating)
+        and jnp.finfo(x.aval.dtype).bits >= 8
+        and _is_static(x)
+        and index.aval.shape[-1] == 1
         and tuple(params["slice_sizes"]) == (1, *x.aval.shape[1:])
         and tuple(numbers.collapsed_slice_dims) == (0,)
         and tuple(numbers.start_index_map) == (0,)
@@ -92,53 +97,104 @@ class _Values(NamedTuple):
     order: core.Var | None = None
 
     @classmethod
-    def of(cls, operand: Operand, graph: Graph) -> "_Values | None":
-        """Returns an operand's integers, or None if they are not known."""
-        if operand.aval.dtype.kind not in "biu":
+    def of(
+        cls, operand: Operand, values: dict[core.Var, "_Values"]
+    ) -> "_Values | None":
+        """Returns an operand's integers, or None if `values` does not have them."""
+        if not isinstance(operand, core.Literal):
+            return values.get(operand)
+        if not _is_integer(operand) or np.ndim(operand.val):
             return None
-        if isinstance(operand, core.Literal):
-            value = np.asarray(operand.val)
-            return cls(value) if not value.ndim else None
-        eqn = graph.makers.get(operand)
-        if eqn is None:
-            return None
-        if _is_order(operand, graph):
-            return cls(np.arange(operand.aval.size, dtype=operand.aval.dtype), operand)
+        return cls(np.asarray(operand.val, operand.aval.dtype))
+
+    @classmethod
+    def permuted(cls, order: core.Var) -> "_Values":
+        """Returns the values of a permutation itself."""
+        return cls(np.arange(order.aval.size, dtype=order.aval.dtype), order)
+
+    @classmethod
+    def computed(
+        cls, eqn: core.JaxprEqn, operands: Sequence["_Values | None"]
+    ) -> "_Values | None":
+        """Returns the result of an operation on elements at the same place."""
         compute = _OPERATIONS.get(eqn.primitive.name)
         # A reshape with dimensions transposes its operand.
         if compute is None or eqn.params.get("dimensions") is not None:
             return None
-        operands = [cls.of(v, graph) for v in eqn.invars]
         if not operands or None in operands:
             return None
         orders = {id(v.order): v.order for v in operands if v.order is not None}
         if len(orders) > 1:
             return None
         order = next(iter(orders.values()), None)
+        result, tables = eqn.outvars[0].aval, [v.table for v in operands]
         # Elements keep their places, and others are equal at all places.
         size = 1 if order is None else order.aval.size
-        if order is not None and math.prod(operand.aval.shape) != size:
+        if order is not None and math.prod(result.shape) != size:
             return None
-        tables = [v.table for v in operands]
-        if eqn.primitive.name in ("div", "rem") and not np.all(tables[1]):
+        if not _is_defined(eqn.primitive.name, tables):
             return None
         with np.errstate(all="ignore"):
             table = compute(*tables)
-        return cls(np.asarray(table).astype(operand.aval.dtype), order)
+        return cls(np.asarray(table).astype(result.dtype), order)
 
 
-def _is_order(operand: Operand, graph: Graph) -> bool:
-    """Returns whether a vector has each number from 0 once.
+def _integers(
+    program: core.Jaxpr, indices: Sequence[Operand]
+) -> dict[core.Var, _Values]:
+    """Returns the integers that are known among what `indices` follow from."""
+    values: dict[core.Var, _Values] = {}
+    needed = Graph(program).needed_for(variables(indices)) if indices else ()
+    for eqn in program.eqns:
+        if id(eqn) not in needed:
+            continue
+        operands = [_Values.of(v, values) for v in eqn.invars]
+        for var in filter(_is_integer, eqn.outvars):
+            if _is_order(var, eqn, operands):
+                values[var] = _Values.permuted(var)
+            elif result := _Values.computed(eqn, operands):
+                values[var] = result
+    return values
+
+
+def _is_static(operand: Operand) -> bool:
+    """Returns whether a shape has numbers alone, and no symbols of an export."""
+    return all(isinstance(size, int) for size in operand.aval.shape)
+
+
+def _is_integer(operand: Operand) -> bool:
+    dtype = operand.aval.dtype
+    return isinstance(dtype, np.dtype) and dtype.kind in "biu"
+
+
+def _is_order(
+    var: core.Var, eqn: core.JaxprEqn, operands: Sequence[_Values | None]
+) -> bool:
+    """Returns whether a vector that `eqn` computes has each number from 0 once.
 
     Sorts and reversals move the numbers that `iota` makes.
     """
-    if isinstance(operand, core.Literal) or operand.aval.ndim != 1:
+    if len(var.aval.shape) != 1 or not _is_static(var):
         return False
-    eqn = graph.makers.get(operand)
-    name = eqn and eqn.primitive.name
-    if name in ("sort", "rev"):
-        return _is_order(eqn.invars[list(eqn.outvars).index(operand)], graph)
-    return name == "iota"
+    if eqn.primitive.name == "iota":
+        # In more elements than the type has numbers, numbers repeat.
+        return var.aval.size - 1 <= np.iinfo(var.aval.dtype).max
+    place = list(eqn.outvars).index(var)
+    return (
+        eqn.primitive.name in ("sort", "rev")
+        and operands[place] is not None
+        and operands[place].order is eqn.invars[place]
+    )
+
+
+def _is_defined(name: str, tables: Sequence[np.ndarray]) -> bool:
+    """Returns whether an operation is defined for integers."""
+    if name in ("div", "rem"):
+        return bool(np.all(tables[1]))
+    if name == "select_n":
+        which, cases = tables[0], tables[1:]
+        return bool(np.all((which >= 0) & (which < len(cases))))
+    return True
 
 
 def _same(x: np.ndarray) -> np.ndarray:
@@ -151,7 +207,8 @@ def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _chosen(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
-    return np.choose(which.astype(int), cases)
+    which, *cases = np.broadcast_arrays(which.astype(int), *cases)
+    return np.take_along_axis(np.stack(cases), which[None], axis=0)[0]
 
 
 # Operations on integers that compute each element from elements at the same place.
@@ -182,38 +239,50 @@ _OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def _taken(
-    x: Shaped[Array, "rows *n"], index: Int[Array, "*k 1"], order: Int[Array, " size"]
+    x: Shaped[Array, "rows *n"], order: Int[Array, " size"], *, shape: tuple[int, ...]
 ) -> Shaped[Array, "..."]:
-    del order
-    return taken(x, index.reshape(-1)).reshape(*index.shape[:-1], *x.shape[1:])
+    # A type of few bits may not have the number that divides.
+    index = order if order.dtype.itemsize >= 4 else order.astype(jnp.int32)
+    index = index // (order.shape[0] // x.shape[0])
+    return taken(x, index).reshape(*shape, *x.shape[1:])
 
 
 def _gradient(
-    dy: Shaped[Array, "..."], x: Any, index: Any, order: Int[Array, " size"]
+    dy: Shaped[Array, "..."],
+    x: Any,
+    order: Int[Array, " size"],
+    *,
+    shape: tuple[int, ...],
 ) -> list[Any]:
-    """Returns the gradient of `x`, the sum of each row's gradients in float32."""
+    """Returns the gradient of `x`, sums in float32, or in float64 for float64."""
+    del shape
     if isinstance(dy, ad.Zero):
-        return [ad.Zero(x.aval), None, None]
-    del index
+        return [ad.Zero(x.aval), None]
     rows, *inner = x.aval.shape
-    return [sums(dy.reshape(len(order), *inner), order, rows), None, None]
+    return [sums(dy.reshape(len(order), *inner), order, rows), None]
 
 
-def _type(x: Any, index: Any, order: Any) -> jax.core.ShapedArray:
-    shape = *index.shape[:-1], *x.shape[1:]
-    return jax.core.ShapedArray(shape, x.dtype)
+def _type(x: Any, order: Any, *, shape: tuple[int, ...]) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray((*shape, *x.shape[1:]), x.dtype)
 
 
-def _batched(arrays: Sequence[Array], axes: Sequence[Any]) -> tuple[Array, int]:
-    return jax.vmap(_taken, tuple(axes))(*arrays), 0
+def _batched(
+    arrays: Sequence[Array], axes: Sequence[Any], **params: Any
+) -> tuple[Array, int]:
+    return jax.vmap(partial(_taken, **params), tuple(axes))(*arrays), 0
 
 
-# A gather of rows, as `jnp.take` computes it: an array, the index of each row, and the
-# permutation that the index follows from.
+def _tangent(dx: Array, x: Array, order: Array, **params: Any) -> Array:
+    del x
+    return rows_p.bind(dx, order, **params)
+
+
+# A gather of rows: an array, the permutation that the index follows from, and the shape
+# of the index. The array's row r comes for the numbers from r * k to r * k + k - 1.
 rows_p = core.Primitive("gather_rows")
 rows_p.def_impl(_taken)
 rows_p.def_abstract_eval(_type)
-ad.defjvp(rows_p, lambda dx, x, index, order: rows_p.bind(dx, index, order), None, None)
+ad.defjvp(rows_p, _tangent, None)
 ad.primitive_transposes[rows_p] = _gradient
 batching.primitive_batchers[rows_p] = _batched
 mlir.register_lowering(rows_p, mlir.lower_fun(_taken, multiple_results=False))

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
+from coat_jax.fusion.gathers import rows_p
 from coat_jax.programs.graph import written_out
 from coat_jax.programs.primitives import (
     TABLE,
@@ -141,7 +143,7 @@ def _saving_maxima(policy: Policy | None) -> Policy | None:
             return True
         if getattr(params.get("launch"), "name", None) == "maxima":
             return True
-        return policy(primitive, *types, **params)
+        return policy(_of_users(primitive), *types, **params)
 
     return decide
 
@@ -151,7 +153,12 @@ def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:
     if policy is None:
         return False
     types = [v.aval for v in eqn.invars]
-    return _leaves_device(policy(eqn.primitive, *types, **eqn.params))
+    return _leaves_device(policy(_of_users(eqn.primitive), *types, **eqn.params))
+
+
+def _of_users(primitive: core.Primitive) -> core.Primitive:
+    """Returns the primitive that users know: of a gather, what `gathers` replaced."""
+    return lax.gather_p if primitive is rows_p else primitive
 
 
 def _offloads_in_bodies(policy: Policy, program: core.Jaxpr) -> bool:

