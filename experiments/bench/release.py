@@ -34,6 +34,7 @@ from experiments.bench.model_step import (
     Spread,
     take_memory,
 )
+from experiments.bench.predictions import estimate
 from experiments.common import tables
 from experiments.common.layer_cases import PLAIN
 from experiments.common.programs import new_parser, rows_to_join
@@ -47,7 +48,6 @@ from experiments.common.results import (
 )
 from experiments.common.tables import Column
 from experiments.common.tables import bars as bars_table
-from experiments.estimate.measured import estimate
 
 Row = dict[str, Any]
 

@@ -9,8 +9,8 @@ from typing import Any
 from coat_jax.memory.kinds import GIB
 from experiments.bench.e2e import measured
 from experiments.bench.model_step import RELEASED, ModelSize, measure
+from experiments.bench.predictions import estimate
 from experiments.common.memory import device_limit_bytes
-from experiments.estimate.measured import estimate
 
 Row = dict[str, Any]
 # The largest comes first.

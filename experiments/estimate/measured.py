@@ -13,22 +13,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 import coat_jax as coat
-from coat_jax.memory.api import default_optimizer
 from coat_jax.memory.kinds import GIB, MemoryEstimate
-from coat_jax.memory.step import estimate_step
 from coat_jax.models import llama
-from coat_jax.models.loss import chunk_of_logits
 from experiments.bench.e2e import BY_KIND
-from experiments.bench.model_step import RELEASED, ModelSize, loss_function
-from experiments.common import meshes, tables
+from experiments.bench.model_step import ModelSize
+from experiments.bench.predictions import estimate
+from experiments.common import tables
 from experiments.common.layer_cases import CASES
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, load, write_results
@@ -82,30 +77,6 @@ def end_to_end(row: Row) -> Row:
         device=row.get("device_peak_gib"),
         saved=row["activations_gib"],
         optimizer=row["optimizer_gib"],
-    )
-
-
-def estimate(case: str, model: ModelSize, batch: int, gpus: int = 1) -> MemoryEstimate:
-    """Returns the prediction for a case's step, with `batch` sequences on each GPU."""
-    if case.endswith(RELEASED):
-        config = model.config(CASES[case.removesuffix(RELEASED)])
-        sizes = {"batch": batch, "sequence": model.seq}
-        return coat.estimate_memory(config, **sizes, released=True)
-    loss, state = loss_function(case, model)
-    tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)
-    replicated = None
-    if gpus > 1:
-        sizes = tuple(gpus if axis == "fsdp" else 1 for axis in meshes.AXES)
-        mesh = AbstractMesh(sizes, meshes.AXES)
-        replicated = state.params, meshes.param_shardings(state.params, mesh)
-    return estimate_step(
-        loss,
-        *state,
-        tokens,
-        optimizer=default_optimizer(CASES[case].recipe),
-        logits=chunk_of_logits(batch * model.seq, model.vocab),
-        whole=replicated,
-        gpus=gpus,
     )
 
 

@@ -240,8 +240,8 @@ def test_less_is_saved():
         report = coat.residual_report(wrap(run), *args)
         return sum(row.nbytes for row in report.rows if not row.is_argument)
 
-    # For each row gate and up in groups of 16, the largest scale of the gate, three
-    # indices, and 128 rows of padding; the tokens' codes; and tiles.
+    # Rows have gate and up in groups of 16, the largest scale of the gate, and three
+    # indices, with 128 rows of padding. Codes of tokens and the list of tiles follow.
     rows = (ROWS + 128) * (2 * INNER * 18 // 16 + 4) + 12 * ROWS
     assert saved(coat.fp8_remat) <= rows + TOKENS * HIDDEN + 4096
 

@@ -111,8 +111,8 @@ class Pieces:
         size = math.prod(self.piece) * self.target.dtype.itemsize
         parts = {}
         for i, shard in enumerate(sorted(set(self._places.values()))):
-            part = memory[i * size : (i + 1) * size].view(self.target.dtype)
-            parts[shard] = part.reshape(self.piece)
+            of_shard = memory[i * size : (i + 1) * size].view(self.target.dtype)
+            parts[shard] = of_shard.reshape(self.piece)
             first = [a + b for a, b in zip(shard, start, strict=True)]
             index = [range(a, a + n) for a, n in zip(first, self.piece, strict=True)]
             if not self.parameter.of_layers:
@@ -130,8 +130,10 @@ class Pieces:
         """Returns the parameter, which is a single piece."""
         # On a CPU the array may keep the memory, so that it cannot be used again.
         copies = {
-            shard: np.array(part.T if self.parameter.transposed else part, order="C")
-            for shard, part in parts.items()
+            shard: np.array(
+                of_shard.T if self.parameter.transposed else of_shard, order="C"
+            )
+            for shard, of_shard in parts.items()
         }
         return self._array(copies, self.target.shape, self.sharding)
 
@@ -149,16 +151,16 @@ class Pieces:
             self._whole_piece, self.target.dtype, sharding=self._stored_sharding
         )
         start = jax.ShapeDtypeStruct((len(self.shape),), jnp.int32)
-        place = _place_transposed if self.parameter.transposed else _place
+        write = _place_transposed if self.parameter.transposed else _place
         if isinstance(self.sharding, NamedSharding):
             specs = self.sharding.spec, self._stored_sharding.spec, P()
-            place = jax.shard_map(
-                place, mesh=self.sharding.mesh, in_specs=specs, out_specs=specs[0]
+            write = jax.shard_map(
+                write, mesh=self.sharding.mesh, in_specs=specs, out_specs=specs[0]
             )
-        place = jax.jit(place, donate_argnums=0, out_shardings=self.sharding)
+        write = jax.jit(write, donate_argnums=0, out_shardings=self.sharding)
         return (
             jax.jit(zeros, out_shardings=self.sharding).lower(),
-            place.lower(whole, piece, start),
+            write.lower(whole, piece, start),
         )
 
     def _array(self, parts: Parts, shape: tuple[int, ...], sharding: Sharding) -> Array:
@@ -193,14 +195,14 @@ class Pieces:
     def _places(self) -> dict[jax.Device, tuple[int, ...]]:
         """The place of the shard of each device of this process."""
         devices = self.sharding.addressable_devices
-        return {d: place for d, place in self._all_places.items() if d in devices}
+        return {d: indices for d, indices in self._all_places.items() if d in devices}
 
     @cached_property
     def _most_shards(self) -> int:
         """The most different shards that a process has."""
         shards = collections.defaultdict(set)
-        for device, place in self._all_places.items():
-            shards[device.process_index].add(place)
+        for device, indices in self._all_places.items():
+            shards[device.process_index].add(indices)
         return max(map(len, shards.values()))
 
 
@@ -228,10 +230,10 @@ def filled(weights: Weights, parameters: Mapping[str, Pieces]) -> dict[str, Arra
             if name not in programs:
                 array = parameters[name].put_whole(parts)
             else:
-                zeros, place = (program.result() for program in programs[name])
+                zeros, write = (program.result() for program in programs[name])
                 piece = parameters[name].put(parts)
                 array = arrays.pop(name) if name in arrays else zeros()
-                array = place(array, piece, np.array(start, np.int32))
+                array = write(array, piece, np.array(start, np.int32))
             # The memory of a piece is used again only after the devices have read it.
             arrays[name] = jax.block_until_ready(array)
     return arrays
