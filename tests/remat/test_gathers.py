@@ -212,7 +212,7 @@ def test_one_array_of_integers_is_saved():
 
 
 def test_rows_are_added_in_float32():
-    """The sum of 4 gradients in BF16, of which 3 vanish beside the first."""
+    """The sum of 4 gradients in BF16, of which 3 vanish next to the first."""
 
     def fn(x, ids):
         scale = jnp.where(jnp.arange(SIZE) % CHOICES == 0, 256, 1)

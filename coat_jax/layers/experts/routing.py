@@ -40,9 +40,10 @@ class Experts:
       balance_weight: The weight of the load-balancing loss in `llama.training_loss`.
       z_weight: The weight of the z loss in `llama.training_loss`.
       buffer: The rows that a device has place for if a mesh axis "expert" splits the
-        experts, relative to the rows of equal loads. None means all that can arrive,
-        up to the size of the axis times as many. If more arrive than there is place
-        for, the layer's output is NaN on all devices: no row is dropped without notice.
+        experts, relative to the rows of equal loads, and equally many from each device.
+        None means all that can arrive, up to the size of the axis times as many. If
+        any device sends another more than there is place for, the layer's output is NaN
+        on all devices along the axis: no row is dropped without notice.
 
     Raises:
       ValueError: If a number is out of its range, or a name is unknown.

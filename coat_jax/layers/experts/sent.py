@@ -63,7 +63,7 @@ class Chunks:
         return cls(rows=rows, part=min(_aligned(part), rows), axis=axis)
 
     def overflow(self, sizes: Int[Array, "p p"]) -> Bool[Array, ""]:
-        """Whether a chunk has more rows than it has place for."""
+        """Returns whether a chunk has more rows than it has place for."""
         return jnp.max(sizes) > self.rows
 
     def exchange(
@@ -175,7 +175,7 @@ class SentRows:
         tokens, _ = shape
         chunks = Chunks.of(tokens, experts, len(counts), axis)
         here, shared = lax.axis_index(axis), experts.num_shared
-        # What a chunk has no place for does not arrive.
+        # Rows that a chunk has no place for do not arrive.
         arrived = jnp.diff(
             jnp.minimum(jnp.cumsum(counts[:, here], axis=1), chunks.rows), prepend=0
         )
@@ -218,8 +218,8 @@ class SentRows:
     def sums(self, x: Float[Array, "rows n"]) -> Float[Array, "tokens n"]:
         """Returns rows in their dtype, and adds up the rows of each token, in float32.
 
-        If any device has more rows for another than a chunk has place for, all sums are
-        NaN.
+        If any device of the axis has more rows for another than a chunk has place for,
+        the sums of all its devices are NaN.
         """
         sums = self.sent.sums(self._return(x))
         return jnp.where(self.chunks.overflow(self._of_pairs), jnp.nan, sums)
