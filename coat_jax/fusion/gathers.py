@@ -46,17 +46,17 @@ def _by_permutation(
 ) -> core.JaxprEqn | None:
     """Returns the operation that replaces a gather of rows, or None if it stays."""
     x, index = eqn.invars
-    known = _Values.of(index, values)
-    if known is None or known.order is None:
+    integers = _Values.of(index, values)
+    if integers is None or integers.order is None:
         return None
-    rows, size = x.aval.shape[0], known.order.aval.size
-    if not rows or size % rows or known.table.shape != (size,):
+    rows, size = x.aval.shape[0], integers.order.aval.size
+    if not rows or size % rows or integers.table.shape != (size,):
         return None
     # The table has the index for each number that is permuted.
-    if not np.array_equal(known.table, np.arange(size) // (size // rows)):
+    if not np.array_equal(integers.table, np.arange(size) // (size // rows)):
         return None
     params = {"shape": index.aval.shape[:-1]}
-    return eqn.replace(primitive=rows_p, invars=[x, known.order], params=params)
+    return eqn.replace(primitive=rows_p, invars=[x, integers.order], params=params)
 
 
 def _takes_rows(eqn: core.JaxprEqn) -> bool:

@@ -42,8 +42,8 @@ class Experts:
       buffer: The rows that one device has place to send to another if a mesh axis
         "expert" splits the experts, relative to the mean of all pairs of devices, which
         is `top_k` times a device's tokens over the size of the axis. If any device has
-        more rows for another, the layer's output is NaN on all devices: no row is
-        dropped without notice. None means place for all rows, up to the size of the
+        more rows for another, the layer's output is NaN on all devices along the axis:
+        no row is dropped without notice. None means place for all rows, up to the size of the
         axis times the mean. Rows then travel in parts of 1.25 times the mean, as many
         as the pair with the most rows needs, and the host waits for that number at each
         exchange.

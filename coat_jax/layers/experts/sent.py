@@ -218,8 +218,8 @@ class SentRows:
     def sums(self, x: Float[Array, "rows n"]) -> Float[Array, "tokens n"]:
         """Returns rows in their dtype, and adds up the rows of each token, in float32.
 
-        If any device has more rows for another than a chunk has place for, all sums are
-        NaN.
+        If any device of the axis has more rows for another than a chunk has place for,
+        the sums of all its devices are NaN.
         """
         sums = self.sent.sums(self._return(x))
         return jnp.where(self.chunks.overflow(self._of_pairs), jnp.nan, sums)

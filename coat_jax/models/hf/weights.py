@@ -76,9 +76,9 @@ class Weights:
         *outer, rows = index[:axes]
         *sizes, height = parameter.stored[:axes]
         parts = out.reshape(-1, *out.shape[len(outer) :])
-        for rows, i in zip(parts, _numbers(outer, sizes), strict=True):
+        for values, i in zip(parts, _numbers(outer, sizes), strict=True):
             of_part = range(i * height + rows.start, i * height + rows.stop)
-            self._read_rows(parameter, layer, of_part, index[axes:], rows)
+            self._read_rows(parameter, layer, of_part, index[axes:], values)
 
     def _read_rows(
         self,
@@ -97,8 +97,8 @@ class Weights:
                 name = parameter.name(piece.tensor, layer)
                 of_tensor = range(piece.start + start, piece.start + stop)
                 offset = first + start - rows.start
-                rows = out[offset : offset + stop - start]
-                self._read_tensor(name, of_tensor, columns, rows)
+                values = out[offset : offset + stop - start]
+                self._read_tensor(name, of_tensor, columns, values)
             first += piece.count
 
     def _read_tensor(
