@@ -43,10 +43,10 @@ class Experts:
         "expert" splits the experts, relative to the mean of all pairs of devices, which
         is `top_k` times a device's tokens over the size of the axis. If any device has
         more rows for another, the layer's output is NaN on all devices along the axis:
-        no row is dropped without notice. None means place for all rows, up to the size of the
-        axis times the mean. Rows then travel in parts of 1.25 times the mean, as many
-        as the pair with the most rows needs, and the host waits for that number at each
-        exchange.
+        no row is dropped without notice. None means place for all rows, up to the size
+        of the axis times the mean. Rows then travel in parts of 1.25 times the mean, as
+        many as the pair with the most rows needs, and the host waits for that number at
+        each exchange.
 
     Raises:
       ValueError: If a number is out of its range, or a name is unknown.
