@@ -34,7 +34,7 @@ from coat_jax.fp8.ragged_dot import (
     quantized_experts,
     stored,
 )
-from coat_jax.fp8.rows import sums, taken
+from coat_jax.fp8.rows import sums, taken, wide_order
 from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Activation, Scaled, numerics
@@ -63,7 +63,7 @@ class ExpertRows(NamedTuple):
         if self.order is None:
             return jax.tree.map(_padded, arrays)
         tokens = len(self.x)
-        index = self.order // (self.count // tokens)
+        index = wide_order(self.order) // (self.count // tokens)
         index = jnp.pad(index, (0, BLOCK), constant_values=tokens)
         return jax.tree.map(lambda x: taken(x, index), arrays)
 

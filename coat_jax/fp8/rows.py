@@ -19,6 +19,11 @@ def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k
     return lax.bitcast_convert_type(rows, x.dtype).reshape(len(index), *x.shape[1:])
 
 
+def wide_order(order: Int[Array, " m"]) -> Int[Array, " m"]:
+    """Returns a permutation in a type that has all lengths, too."""
+    return order if order.dtype.itemsize >= 4 else order.astype(jnp.int32)
+
+
 def sums(
     x: Float[Array, "m *n"], order: Int[Array, " m"], tokens: int
 ) -> Float[Array, "tokens *n"]:
@@ -29,6 +34,7 @@ def sums(
       order: A permutation.
       tokens: The number of tokens.
     """
+    order = wide_order(order)
     numbers = jnp.arange(len(order), dtype=order.dtype)
     inverse = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
     # XLA would scatter again wherever the order is read.

@@ -104,7 +104,14 @@ def fuse_experts(program: core.Jaxpr) -> core.Jaxpr:
     graph = Graph(program)
     matmuls = [eqn for eqn in program.eqns if eqn.primitive is fp8_ragged_dot_p]
     sources = dict(half for eqn in matmuls for half in _halves(eqn, graph))
-    found = [match for eqn in matmuls if (match := _experts(eqn, graph, sources))]
+    found: list[_Experts] = []
+    ends: set[int] = set()
+    for eqn in matmuls:
+        match = _experts(eqn, graph, sources)
+        # The last matmul of one may be the first of another, but is in one alone.
+        if match and ends.isdisjoint(map(id, match.matmuls)):
+            found.append(match)
+            ends.add(id(eqn))
     replaced = {id(eqn): [] for match in found for eqn in match.eqns}
     replaced |= {id(match.down): match.traced() for match in found}
     eqns = [new for eqn in program.eqns for new in replaced.get(id(eqn), [eqn])]
@@ -116,27 +123,24 @@ def _halves(matmul: core.JaxprEqn, graph: Graph) -> Sequence[tuple[core.Var, _Ha
     (y,) = matmul.outvars
     rows, columns = y.aval.shape
     whole = [(y, _Half(matmul))]
-    halves = {}
+    halves: list[tuple[core.Var, _Half]] = []
     for eqn in graph.readers[y]:
         if eqn is graph.program:
             return whole
         if eqn.primitive.name == "split" and eqn.params["axis"] == 1:
-            for half, out in enumerate(eqn.outvars):
-                halves[half] = out, _Half(matmul, half, eqn)
+            outs = enumerate(eqn.outvars)
+            halves += [(out, _Half(matmul, half, eqn)) for half, out in outs]
         elif eqn.primitive.name == "slice" and eqn.params["strides"] is None:
-            (_, start), (last, _) = (
-                eqn.params["start_indices"],
-                eqn.params["limit_indices"],
-            )
-            half = 2 * start // columns
-            halves[half] = eqn.outvars[0], _Half(matmul, half, eqn)
-            if last != rows:
+            _, start = eqn.params["start_indices"]
+            half, rest = divmod(2 * start, columns)
+            if rest:
                 return whole
+            halves.append((eqn.outvars[0], _Half(matmul, half, eqn)))
         else:
             return whole
-    equal = [out.aval.shape == (rows, columns // 2) for out, _ in halves.values()]
-    is_pair = sorted(halves) == [0, 1] and columns % 2 == 0 and all(equal)
-    return list(halves.values()) if is_pair else whole
+    equal = [out.aval.shape == (rows, columns // 2) for out, _ in halves]
+    is_pair = sorted(half.half for _, half in halves) == [0, 1]
+    return halves if is_pair and columns % 2 == 0 and all(equal) else whole
 
 
 def _experts(

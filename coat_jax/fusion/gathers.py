@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Int, Shaped
 
-from coat_jax.fp8.rows import sums, taken
+from coat_jax.fp8.rows import sums, taken, wide_order
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
 from coat_jax.programs.primitives import Operand, variables
 
@@ -241,9 +241,7 @@ _OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
 def _taken(
     x: Shaped[Array, "rows *n"], order: Int[Array, " size"], *, shape: tuple[int, ...]
 ) -> Shaped[Array, "..."]:
-    # A type of few bits may not have the number that divides.
-    index = order if order.dtype.itemsize >= 4 else order.astype(jnp.int32)
-    index = index // (order.shape[0] // x.shape[0])
+    index = wide_order(order) // (order.shape[0] // x.shape[0])
     return taken(x, index).reshape(*shape, *x.shape[1:])
 
 

@@ -13,7 +13,7 @@ from pallas_kernels.dispatch import operations
 from pallas_kernels.dispatch.axes import WHOLE, Axes
 from pallas_kernels.mosaic import elementwise
 from pallas_kernels.mosaic.strips import Encoding, Tuning
-from pallas_kernels.numerics import Scaled, encode
+from pallas_kernels.numerics import GROUP, Scaled, encode
 from pallas_kernels.ops.gate import reference
 from pallas_kernels.ops.gate.formulas import WeightedGrad
 from pallas_kernels.ops.gate.operands import check_activation
@@ -129,7 +129,8 @@ class _WeightedGateGrad(operations.Operation):
         return None
 
     def reference(self, gate_up, dy, weights, sizes, scale, product_scale):
-        gate, up = jnp.unstack(numbers_in_jnp(gate_up, dtype=jnp.float32), axis=1)
+        numbers = numbers_in_jnp(gate_up, dtype=jnp.float32, group=GROUP)
+        gate, up = jnp.unstack(numbers, axis=1)
         factor, slope = reference.activation_of(gate, self.activation)
         weight, dy = weights[:, None], dy.astype(jnp.float32)
         y = gate * factor * up

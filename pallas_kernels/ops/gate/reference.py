@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.numerics import Scaled, encode, magnitude, row_scale
+from pallas_kernels.numerics import GROUP, Scaled, encode, magnitude, row_scale
 from pallas_kernels.ops.quantize.groups import groups_in_jnp, numbers_in_jnp
 from pallas_kernels.ops.quantize.tensor import transpose_in_jnp
 
@@ -173,7 +173,7 @@ def _decoded(operands: Operands) -> list[Array]:
         part
         for x in operands
         for part in jnp.unstack(
-            numbers_in_jnp(x, dtype=jnp.float32)
+            numbers_in_jnp(x, dtype=jnp.float32, group=GROUP)
             if isinstance(x, Scaled)
             else x.astype(jnp.float32),
             axis=-2,

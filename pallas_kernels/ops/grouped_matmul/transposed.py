@@ -144,6 +144,8 @@ def _sources(
       The row at each padded row, and the number of rows of its group from it on, at
       most 128; none between groups.
     """
+    # Constant sizes may be an array of NumPy, which no traced array indexes.
+    group_sizes = jnp.asarray(group_sizes)
     starts, ends = padded_starts(group_sizes), jnp.cumsum(group_sizes)
     # Groups begin in order, so a row is of the last group that has begun.
     group = jnp.sum(padded[:, None] >= starts[1:], axis=1)

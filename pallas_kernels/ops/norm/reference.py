@@ -144,7 +144,7 @@ def affine(x: Array, weight: Array | None, bias: Array | None) -> Array:
 
 def _wide(x: Array | Scaled) -> Array:
     if isinstance(x, Scaled):
-        return numbers_in_jnp(x, dtype=jnp.float32)
+        return numbers_in_jnp(x, dtype=jnp.float32, group=GROUP)
     return x.astype(jnp.float32)
 
 

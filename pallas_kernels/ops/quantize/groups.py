@@ -276,12 +276,23 @@ def _quantized(x: Float[Array, "... n"], dtype: DTypeLike) -> tuple[Array, Array
     return encode(x, scale[..., None], dtype), scale
 
 
-def numbers_in_jnp(groups: Scaled, *, dtype: DTypeLike) -> Float[Array, "... n"]:
-    """Computes `pallas_kernels.dequantize_groups` in jnp."""
+def numbers_in_jnp(
+    groups: Scaled, *, dtype: DTypeLike, group: int | None = None
+) -> Float[Array, "... n"]:
+    """Computes `pallas_kernels.dequantize_groups` in jnp.
+
+    `group` is the size of groups, of which the last one may be short. By default it
+    follows from the number of groups.
+    """
     n, count = groups.codes.shape[-1], groups.scale.shape[-1]
+    if group is None or -(-n // group) != count:
+        group = _size_of_groups(n, count)
+    scale = jnp.repeat(groups.scale.astype(jnp.float32), group, axis=-1)[..., :n]
+    return (groups.codes.astype(jnp.float32) * scale).astype(dtype)
+
+
+def _size_of_groups(n: int, count: int) -> int:
     group = -(-n // max(count, 1))
     # Several group sizes are possible if the last group is short. The size is taken to
     # be a power of two.
-    group = group if n % max(count, 1) == 0 else 1 << (group - 1).bit_length()
-    scale = jnp.repeat(groups.scale.astype(jnp.float32), group, axis=-1)[..., :n]
-    return (groups.codes.astype(jnp.float32) * scale).astype(dtype)
+    return group if n % max(count, 1) == 0 else 1 << (group - 1).bit_length()
