@@ -44,6 +44,7 @@ from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Activation, Scaled, numerics
 from pallas_kernels.dispatch import array_types
+from pallas_kernels.numerics import GROUP
 from pallas_kernels.ops.grouped_matmul.tiles import BLOCK
 
 
@@ -202,7 +203,7 @@ def _numbers(groups: Scaled) -> Float[Array, "..."]:
     """Returns the numbers of groups in float32."""
     # XLA fuses the decoding with what reads the numbers, and not with a kernel.
     return kernels.dequantize_groups(
-        groups, dtype=jnp.float32, implementation="reference"
+        groups, dtype=jnp.float32, group=GROUP, implementation="reference"
     )
 
 

@@ -178,40 +178,53 @@ def dequantize_groups(
     groups: Scaled,
     *,
     dtype: DTypeLike = jnp.bfloat16,
+    group: int | None = None,
     implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "... n"]:
     """Dequantizes groups: computes `code * scale` in float32, and casts to `dtype`.
 
-    If the last group is shorter, the group size is taken to be a power of two. See
-    `quantize_groups` for an example.
+    See `quantize_groups` for an example.
+
+    Args:
+      groups: The codes [..., n] and the scales of groups.
+      dtype: The dtype of the numbers, bfloat16 or float32.
+      group: The size of groups, of which the last one may be shorter. None means equal
+        groups, or a power of two if there are none: 24 elements in 2 groups are in
+        groups of 12 then, and 24 with `group=16` in groups of 16 and 8.
+      implementation: The implementation; None means the kernel where it can run.
+      tuning: Tile sizes of the kernel; None means the default.
 
     Raises:
-      ValueError: If the dtype of codes or `dtype` is not supported, or the kernel was
-        named and cannot run.
+      ValueError: If the dtype of codes or `dtype` is not supported, the number of
+        groups is not that of `group`, or the kernel was named and cannot run.
     """
     check_dtype("codes", groups.codes.dtype, CODES)
     check_dtype("numbers", dtype, WIDE)
-    of_rows = (*groups.codes.shape[:-1], groups.scale.shape[-1])
+    n, count = groups.codes.shape[-1], groups.scale.shape[-1]
+    if group is not None and (group < 1 or -(-n // group) != count):
+        raise ValueError(f"{n} elements in groups of {group} are not {count} groups")
+    of_rows = (*groups.codes.shape[:-1], count)
     groups = groups._replace(scale=jnp.broadcast_to(groups.scale, of_rows))
-    operation = _DequantizeGroups(dtype=jnp.dtype(dtype), tuning=tuning)
+    operation = _DequantizeGroups(dtype=jnp.dtype(dtype), group=group, tuning=tuning)
     return operation(groups, implementation=implementation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _DequantizeGroups(operations.Operation):
     dtype: jnp.dtype
+    group: int | None
     tuning: Tuning | None
     name = "dequantize_groups"
 
     def obstacle(self, groups) -> str | None:
         count, n = groups.scale.shape[-1], groups.codes.shape[-1]
-        if groups.group * count != n:
+        if (self.group or groups.group) * count != n:
             return f"{count} groups do not divide {n} elements"
         return flat_obstacle(groups.codes, max(groups.group, 1))
 
     def reference(self, groups) -> Array:
-        return numbers_in_jnp(groups, dtype=self.dtype)
+        return numbers_in_jnp(groups, dtype=self.dtype, group=self.group)
 
     def axes(self, groups) -> tuple:
         codes = groups.codes
