@@ -42,6 +42,7 @@ _DTYPES = {
     "i8": jnp.int8,
     "i32": jnp.int32,
     "ui8": jnp.uint8,
+    "ui16": jnp.uint16,
     "ui32": jnp.uint32,
 }
 # JAX 0.11 counts kernels in the name of files that they are dumped to.

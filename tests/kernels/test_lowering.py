@@ -85,10 +85,18 @@ def matmul(a, b):
     return pk.matmul(a, b, jnp.float32(1), jnp.float32(1), implementation="mosaic")
 
 
+def transpose(x, sizes):
+    return pk.grouped_transpose(x, sizes, implementation="mosaic")
+
+
 _CODES = jax.ShapeDtypeStruct((256, 256), jnp.float8_e4m3fn)
 _CASES = {
     "one kernel": (_quantize, (_ROWS,)),
     "a kernel with barriers and copies": (matmul, (_CODES, _CODES)),
+    "words of 16 bits": (
+        transpose,
+        (_CODES.update(dtype=jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)),
+    ),
     "in place": (adam, adam_arrays()),
     "in place, two kernels": (adam, adam_arrays(rows=72)),
 }
