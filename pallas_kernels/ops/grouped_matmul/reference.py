@@ -59,7 +59,7 @@ def weight_gradient_in_jnp(
     out_dtype: DTypeLike,
 ) -> Float[Array, "groups n k"]:
     """Computes `pallas_kernels.grouped_weight_gradient`, block by block of rows."""
-    groups = len(group_sizes)
+    groups, group_sizes = len(group_sizes), jnp.asarray(group_sizes)
     blocks = -(-group_sizes // BLOCK)
     starts = padded_starts(group_sizes) // BLOCK
 
