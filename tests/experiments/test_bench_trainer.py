@@ -5,7 +5,7 @@ import pytest
 from experiments.bench import trainer
 from experiments.common.results import read_results
 
-_SIZES = "--hidden 128 --head-dim 64 --kv-heads 1 --intermediate 128 --layers 1"
+_SIZES = "--hidden 128 --head-dim 64 --kv-heads 1 --intermediate 128 --layers 2"
 _STEPS = "--vocab 256 --batch 2 --seq 64 --steps 2"
 
 
