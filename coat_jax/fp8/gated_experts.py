@@ -146,18 +146,9 @@ def _backward(activation, inner, dtype, residuals, dy):
     )
     w = codes_of_experts(down, down_scale)
     da = grouped(dy, w, group_sizes, tiles, inner)
-    # The amax of gate and up is at most the largest group scale times E4M3.max.
-    factors = largest_scale, numerics.magnitude(da.astype(jnp.float32))[None]
-    bound = kernels.Bound(factors, E4M3.max * STEEPEST[activation])
-    (scale,) = kernels.tensor_scales(bound, dtype=E5M2.dtype)
-    of_gate = kernels.weighted_gate_grad(
-        groups,
-        da,
-        jnp.ones(len(da), jnp.float32),
-        group_sizes,
-        scale=scale,
-        product_scale=a_scale,
-        activation=activation,
+    weights = jnp.ones(len(da), jnp.float32)
+    scale, of_gate = grouped_gate_gradient(
+        groups, largest_scale, da, weights, group_sizes, a_scale, activation
     )
     transposed = kernels.grouped_transpose(dy.codes, group_sizes)
     d_down = kernels.grouped_weight_gradient(
@@ -181,6 +172,39 @@ def _backward(activation, inner, dtype, residuals, dy):
 
 
 _gated_experts.defvjp(_forward, _backward)
+
+
+def grouped_gate_gradient(
+    groups: Scaled,
+    largest_scale: Float[Array, " rows"],
+    da: Float[Array, "rows f"],
+    weights: Float[Array, " rows"],
+    group_sizes: Int[Array, " g"],
+    a_scale: Float[Array, ""],
+    gate: Activation,
+) -> tuple[Float[Array, ""], kernels.WeightedGradients]:
+    """Computes gradients of gates by rows that are sorted by group and have weights.
+
+    Args:
+      groups: Gate and up [rows, 2, f] in groups of 16.
+      largest_scale: The largest group scale of each row.
+      da: The gradient of `weight * activation(gate) * up`.
+      weights: The weight of each row.
+      group_sizes: The number of rows of each group.
+      a_scale: The scale of the product that is returned, too.
+      gate: The activation.
+
+    Returns:
+      The scale of the gradients of gate and up, per tensor, and these gradients as E5M2
+      codes, with the product and the gradients of the weights.
+    """
+    largest = numerics.magnitude(da.astype(jnp.float32) * weights[:, None])
+    # The amax of gate and up is at most the largest group scale times E4M3.max.
+    bound = kernels.Bound((largest_scale, largest[None]), E4M3.max * STEEPEST[gate])
+    (scale,) = kernels.tensor_scales(bound, dtype=E5M2.dtype)
+    scales = {"scale": scale, "product_scale": a_scale}
+    arrays = groups, da, weights, group_sizes
+    return scale, kernels.weighted_gate_grad(*arrays, **scales, activation=gate)
 
 
 def _padded(x: Array) -> Array:

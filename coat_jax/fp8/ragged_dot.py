@@ -137,7 +137,7 @@ def _quantized_experts(w: Float[Array, "g k n"]) -> list[Array]:
 
     The codes are transposed, [g, n, k], with a scale for each output, [g, n].
     """
-    codes, scale = kernels.quantize_columns(_wide(w))
+    codes, scale = kernels.quantize_columns(quantizable(w))
     largest = jnp.max(scale, axis=1) * E4M3.max
     return [codes, scale, numerics.tensor_scale(largest, E4M3.dtype)]
 
@@ -246,10 +246,10 @@ def stored(dtype: DTypeLike) -> Any:
 def _transposed(
     x: Float[Array, "m n"], group_sizes: Array, scale: Array, dtype: DTypeLike
 ) -> Float[Array, "n padded"]:
-    return kernels.grouped_transpose(_wide(x), group_sizes, scale, dtype=dtype)
+    return kernels.grouped_transpose(quantizable(x), group_sizes, scale, dtype=dtype)
 
 
-def _wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def quantizable(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns `x` in a dtype that kernels quantize; differentiating it is an error."""
     x = undifferentiated(x)
     return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)

@@ -11,18 +11,16 @@ from jax.extend import core
 from coat_jax.fp8.gated_experts import ExpertRows, gated_experts
 from coat_jax.fp8.ragged_dot import fp8_ragged_dot_p
 from coat_jax.fusion.gathers import rows_p
-from coat_jax.fusion.operation import fused
+from coat_jax.fusion.operation import fused, traced
 from coat_jax.fusion.patterns import Gate, gate_of, marks_of
 from coat_jax.programs.graph import (
     Graph,
     deduplicated,
-    embedded,
     inlined,
     is_plain_call,
 )
 from coat_jax.programs.primitives import all_eqns
 from pallas_kernels.checks import WIDE
-from pallas_kernels.dispatch import operations
 
 
 class _Half(NamedTuple):
@@ -82,12 +80,11 @@ class _Experts(NamedTuple):
         )
         leaves, tree = jax.tree.flatten(operands)
         types = [v.aval for v in self.down.outvars]
-        with operations.unexplained():  # It runs later.
-            closed = jax.make_jaxpr(lambda *arrays: fused(form, tree, types, arrays))(
-                *(v.aval for v in leaves)
-            )
-        eqns, _ = embedded(closed.jaxpr, leaves, self.down.outvars)
-        return [eqn.replace(source_info=self.down.source_info) for eqn in eqns]
+
+        def run(*arrays):
+            return fused(form, tree, types, arrays)
+
+        return traced(run, leaves, self.down.outvars, like=self.down)
 
 
 def _in_order(rows, weights, *others, **options):

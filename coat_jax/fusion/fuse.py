@@ -20,7 +20,7 @@ from coat_jax.fp8.dot_general import is_fp8
 from coat_jax.fp8.fused import activated_product, gated_products, products
 from coat_jax.fp8.prologue import Prologue, Saves, Source
 from coat_jax.fusion.experts import fuse_experts
-from coat_jax.fusion.operation import fused
+from coat_jax.fusion.operation import fused, traced
 from coat_jax.fusion.patterns import (
     Gate,
     NormMatch,
@@ -36,7 +36,6 @@ from coat_jax.fusion.patterns import (
 from coat_jax.programs.graph import (
     Graph,
     deduplicated,
-    embedded,
     inlined,
     is_plain_call,
     renamed,
@@ -44,7 +43,6 @@ from coat_jax.programs.graph import (
 from coat_jax.programs.primitives import all_eqns, variables
 from coat_jax.quantization.formats import E4M3, Format
 from pallas_kernels.checks import WIDE
-from pallas_kernels.dispatch import operations
 from pallas_kernels.numerics import GROUP
 
 # Matmuls of one array, with results of one dtype and weights of one rank.
@@ -123,11 +121,7 @@ class FusedMatmul:
             pairs = zip(ys, self.results, strict=True)
             return [y.reshape(v.aval.shape) for y, v in pairs]
 
-        with operations.unexplained():  # It runs later.
-            closed = jax.make_jaxpr(marked)(*(v.aval for v in leaves))
-        eqns, _ = embedded(closed.jaxpr, leaves, self.results)
-        source_info = self.calls[0].source_info
-        return [eqn.replace(source_info=source_info) for eqn in eqns]
+        return traced(marked, leaves, self.results, like=self.calls[0])
 
     def _form(self, saves: Saves) -> tuple[Callable[..., list], tuple]:
         """Returns the function of the matmuls, and the variables that it takes."""

@@ -20,7 +20,7 @@ from jaxtyping import Array, Int, Shaped
 
 from coat_jax.fp8.rows import sums, taken, wide_order
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
-from coat_jax.programs.primitives import Operand, variables
+from coat_jax.programs.primitives import Operand, all_eqns, variables
 
 
 def gathers(
@@ -32,6 +32,8 @@ def gathers(
     elementwise function of it with the same values, or with all numbers k times each.
     """
     del keys, is_param
+    if not any(eqn.primitive.name == "gather" for eqn in all_eqns(program.eqns)):
+        return program
     inline = inlined(program, is_plain_call)
     of_rows = [eqn for eqn in inline.eqns if _takes_rows(eqn)]
     values = _integers(inline, [eqn.invars[1] for eqn in of_rows])

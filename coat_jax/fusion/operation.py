@@ -4,8 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from coat_jax.fp8.primitive import Types, bind, new_primitive
+from coat_jax.programs.graph import embedded
+from pallas_kernels.dispatch import operations
 
 
 def fused(
@@ -21,6 +24,26 @@ def fused(
     """
     params = {"form": form, "tree": tree, "types": tuple(types)}
     return bind(_fused_p, _function(**params), *arrays, **params)
+
+
+def traced(
+    fn: Callable[..., list],
+    operands: Sequence[core.Var],
+    results: Sequence[core.Var],
+    like: core.JaxprEqn,
+) -> list[core.JaxprEqn]:
+    """Returns the operations of a function, for use in a program.
+
+    Args:
+      fn: A function of arrays.
+      operands: The variables of the program that it takes.
+      results: The variables of the program that it computes.
+      like: The operation with the place in the user's code that they get.
+    """
+    with operations.unexplained():  # It runs later.
+        closed = jax.make_jaxpr(fn)(*(v.aval for v in operands))
+    eqns, _ = embedded(closed.jaxpr, operands, results)
+    return [eqn.replace(source_info=like.source_info) for eqn in eqns]
 
 
 def _function(

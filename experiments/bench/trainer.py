@@ -36,6 +36,7 @@ from experiments.common.foreign_layers import Modules, Qwen
 from experiments.common.layer_cases import Shape
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
+from experiments.common.tables import grouped
 
 CASES = ("bf16", "bf16, all saved", "ours")
 TRAINERS = ("flax", "tunix")
@@ -120,9 +121,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
     """Returns the targets, relative to the fastest case in BF16."""
-    by_gpus: dict[int | None, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_gpus.setdefault(row.get("gpus"), []).append(row)
+    by_gpus = grouped(rows, lambda row: row.get("gpus"))
     if None in by_gpus:
         return _beside_bf16(rows)
     targets = []

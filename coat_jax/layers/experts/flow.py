@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.fp8.fused import STEEPEST
+from coat_jax.fp8.gated_experts import grouped_gate_gradient
 from coat_jax.fp8.matmul import quantize_tensor, tensor_scales
 from coat_jax.layers.experts.parallel import ExpertAxis
 from coat_jax.layers.experts.products import (
@@ -41,8 +41,8 @@ from coat_jax.layers.flow import Params
 from coat_jax.layers.parts import Norm, Stream
 from coat_jax.layers.shards import by_shards, over_shards
 from coat_jax.meshes import on_explicit_tokens
-from coat_jax.quantization.formats import E4M3, E5M2
-from pallas_kernels import Activation, Scaled, numerics
+from coat_jax.quantization.formats import E5M2
+from pallas_kernels import Activation, Scaled
 from pallas_kernels.dispatch import array_types
 from pallas_kernels.numerics import GROUP
 from pallas_kernels.ops.grouped_matmul.tiles import BLOCK
@@ -137,7 +137,10 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
     codes = quantize_tensor(flat, E5M2, copies="row", scale=dy_scale).row
     gradient = Scaled(rows.of_tokens(codes), dy_scale)
     da = input_gradient(gradient, params["down"], rows, flat.dtype)
-    scale, inner_grads = _gate_gradient(inner, da, weights, a_scale, gate, rows)
+    of_rows = rows.of_choices(weights)
+    scale, inner_grads = grouped_gate_gradient(
+        *inner, da, of_rows, rows.sizes, a_scale, gate
+    )
     a = Scaled(inner_grads.product, a_scale)
     gradient = transposed(gradient, rows)
     d_down = weight_gradient(gradient, a, rows, params["down"].dtype)
@@ -172,31 +175,6 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
 
 
 _segment.defvjp(_forward, _backward)
-
-
-def _gate_gradient(
-    inner: tuple[Scaled, Array],
-    da: Float[Array, "rows f"],
-    weights: Float[Array, "tokens choices"],
-    a_scale: Float[Array, ""],
-    gate: Activation,
-    rows: Rows,
-) -> tuple[Float[Array, ""], kernels.WeightedGradients]:
-    """Computes gradients from `da`, the gradient of what `down` reads.
-
-    Returns:
-      The scale of the gradients of gate and up, per tensor, and these gradients as E5M2
-      codes, with what `down` reads and the gradients of the rows' weights.
-    """
-    groups, largest_scale = inner
-    of_rows = rows.of_choices(weights)
-    largest = numerics.magnitude(da.astype(jnp.float32) * of_rows[:, None])
-    # The amax of gate and up is at most the largest group scale times E4M3.max.
-    bound = kernels.Bound((largest_scale, largest[None]), E4M3.max * STEEPEST[gate])
-    (scale,) = kernels.tensor_scales(bound, dtype=E5M2.dtype)
-    arrays = groups, da, of_rows, rows.sizes
-    scales = {"scale": scale, "product_scale": a_scale}
-    return scale, kernels.weighted_gate_grad(*arrays, **scales, activation=gate)
 
 
 def _numbers(groups: Scaled) -> Float[Array, "..."]:

@@ -24,8 +24,8 @@ from coat_jax.fp8.matmul import (
     quantize_tokens,
     tensor_scales,
 )
+from coat_jax.fp8.ragged_dot import quantizable, stored
 from coat_jax.layers.experts.rows import Rows
-from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Scaled
 from pallas_kernels.dispatch import array_types
@@ -56,7 +56,7 @@ class WeightOfExperts:
     @classmethod
     def backward(cls, w: Float[Array, "experts out in"]) -> "WeightOfExperts":
         """Quantizes weights for `input_gradient`, with a scale for each input."""
-        return cls(codes=kernels.quantize_columns(_wide(w)), dtype=w.dtype)
+        return cls(codes=kernels.quantize_columns(quantizable(w)), dtype=w.dtype)
 
 
 def forward_product(
@@ -94,7 +94,7 @@ def weight_gradient(
       dtype: The dtype of the weights.
     """
     arrays = dy.codes, x.codes, rows.sizes, dy.scale, x.scale
-    dw = kernels.grouped_weight_gradient(*arrays, out_dtype=_stored(dtype))
+    dw = kernels.grouped_weight_gradient(*arrays, out_dtype=stored(dtype))
     return dw.astype(dtype)
 
 
@@ -111,20 +111,9 @@ def _grouped(x: Scaled, w: Scaled, rows: Rows, dtype: DTypeLike) -> Array:
     y = kernels.grouped_matmul(
         *(x.codes, w.codes, rows.sizes, x.scale, w.scale),
         tiles=rows.tiles(),
-        out_dtype=_stored(dtype),
+        out_dtype=stored(dtype),
     )
     return y.astype(dtype)
-
-
-def _stored(dtype: DTypeLike) -> DTypeLike:
-    """Returns the dtype in which kernels store a result of a floating dtype."""
-    return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-
-
-def _wide(x: Array) -> Array:
-    """Returns an array in a dtype that kernels quantize."""
-    x = undifferentiated(x)
-    return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -181,7 +170,7 @@ def _plain_bwd(of_tokens, residuals, dy):
         dx = _multiplied(dy, wide.swapaxes(1, 2), rows)
         operands = (kernels.grouped_transpose(v, rows.sizes) for v in (dy, x_rows))
         dw = kernels.grouped_weight_gradient(
-            *operands, rows.sizes, out_dtype=_stored(w.dtype)
+            *operands, rows.sizes, out_dtype=stored(w.dtype)
         )
     else:
         dx, dw = _ragged_dot_grads(x_rows, wide, rows.sizes, dy)
