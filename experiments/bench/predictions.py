@@ -16,16 +16,22 @@ from experiments.common.layer_cases import CASES
 
 def estimate(case: str, model: ModelSize, batch: int, gpus: int = 1) -> MemoryEstimate:
     """Returns the prediction for a case's step, with `batch` sequences on each GPU."""
-    if case.endswith(RELEASED):
-        config = model.config(CASES[case.removesuffix(RELEASED)])
-        sizes = {"batch": batch, "sequence": model.seq}
-        return coat.estimate_memory(config, **sizes, released=True)
-    loss, state = loss_function(case, model)
-    tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)
-    replicated = None
+    mesh = None
     if gpus > 1:
         sizes = tuple(gpus if axis == "fsdp" else 1 for axis in meshes.AXES)
         mesh = AbstractMesh(sizes, meshes.AXES)
+    if case.endswith(RELEASED):
+        return coat.estimate_memory(
+            model.config(CASES[case.removesuffix(RELEASED)]),
+            batch=batch * gpus,
+            sequence=model.seq,
+            mesh=mesh,
+            released=True,
+        )
+    loss, state = loss_function(case, model)
+    tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)
+    replicated = None
+    if mesh is not None:
         replicated = state.params, meshes.param_shardings(state.params, mesh)
     return estimate_step(
         loss,

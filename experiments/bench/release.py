@@ -18,13 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-import coat_jax as coat
-from coat_jax.models import llama
 from experiments.bench import e2e
 from experiments.bench.model_step import (
     GIB,
@@ -168,23 +165,7 @@ def run_of(row: Row) -> Run:
 
 def predicted(run: Run) -> Row:
     """Returns the peak that the estimator predicts."""
-    if run.case in PLAIN:
-        expected = estimate(run.case, run.model, run.batch, run.gpus)
-        return {"part": run.part, "predicted_gib": expected.peak_bytes / GIB}
-    released = run.case.endswith(RELEASED)
-    config = llama.CONFIGS[run.preset]
-    config = dataclasses.replace(config, num_layers=run.model.layers)
-    mesh = None
-    if run.gpus > 1:
-        mesh = jax.sharding.AbstractMesh((run.gpus,), ("fsdp",))
-    expected = coat.estimate_memory(
-        dataclasses.replace(config, param_dtype="bfloat16"),
-        batch=run.batch * run.gpus,
-        sequence=run.seq,
-        mesh=mesh,
-        recipe=run.case.removesuffix(RELEASED),
-        released=released,
-    )
+    expected = estimate(run.case, run.model, run.batch, run.gpus)
     return {"part": run.part, "predicted_gib": expected.peak_bytes / GIB}
 
 

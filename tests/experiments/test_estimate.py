@@ -6,6 +6,8 @@ import json
 import pytest
 from helpers.marks import slow
 
+from experiments.bench import predictions
+from experiments.bench.model_step import ModelSize
 from experiments.common.memory_figure import KINDS, draw
 from experiments.common.results import load
 from experiments.estimate import __main__ as estimate
@@ -135,3 +137,14 @@ def test_a_mesh_is_read_in_order():
     assert estimate.mesh_of("data=2,tensor=4") == {"data": 2, "tensor": 4}
     with pytest.raises(argparse.ArgumentTypeError):
         estimate.mesh_of("")
+
+
+def test_gpus_split_the_state_of_a_released_step():
+    model = ModelSize(
+        hidden=512, intermediate=1024, layers=2, heads=8, kv_heads=8, vocab=512, seq=16
+    )
+    peaks = [
+        predictions.estimate("coat, released", model, 1, gpus).peak_bytes
+        for gpus in (1, 2)
+    ]
+    assert peaks[1] < 0.75 * peaks[0]
