@@ -1,13 +1,21 @@
 """The device that a program is traced for."""
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.dispatch import stand_ins
 
 
 def default_device() -> jax.Device:
-    """Returns the device that programs run on if their arrays say nothing else."""
-    return jax.devices()[0]
+    """Returns the device that programs run on if their arrays say nothing else.
+
+    `jax.default_device` chooses it for the programs that are traced in its context.
+    """
+    device = jax.config.jax_default_device
+    if isinstance(device, str):  # The name of a platform.
+        return jax.devices(device)[0]
+    return device or jax.devices()[0]
 
 
 def target_platform() -> str:
@@ -17,6 +25,20 @@ def target_platform() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (device or default_device()).platform
+
+
+def other_platforms(arrays: Any) -> list[str]:
+    """Returns the platforms of arrays that are not where programs run by default.
+
+    Arrays of a program that is being traced have no device yet.
+    """
+    platforms = {
+        device.platform
+        for x in jax.tree.leaves(arrays)
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        for device in x.devices()
+    }
+    return sorted(platforms - {default_device().platform})
 
 
 def has_hopper() -> bool:

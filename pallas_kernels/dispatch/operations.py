@@ -249,6 +249,8 @@ def _against_kernels(arrays: tuple) -> list[str]:
             f"{device.device_kind} has compute capability {capability}, and kernels "
             "need 9.0, Hopper"
         ]
+    if elsewhere := devices.other_platforms(arrays):
+        return [f"arrays are on a {', '.join(elsewhere)}"]
     if why := versions.kernels_obstacle() or array_types.obstacle(arrays):
         warn_once(f"kernels do not run: {why}")
         return [why]

@@ -1,5 +1,6 @@
 """Tests what `explain` reports, and that it has no side effects."""
 
+import functools
 import warnings
 from types import SimpleNamespace
 
@@ -59,6 +60,36 @@ def test_shapes_and_dtypes_decide_on_a_hopper_gpu(hopper):
     assert choices[0].reason.endswith("is a Hopper GPU")
     assert choices[1].reason == "rows must be bfloat16, got float16"
     assert choices[2].reason == "the caller named it"
+
+
+def test_a_context_chooses_the_device_that_programs_are_traced_for(monkeypatch):
+    cpu = jax.devices()[0]
+    gpu = SimpleNamespace(device_kind="H", platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(
+        jax, "devices", lambda platform="gpu": [{"gpu": gpu}.get(platform, cpu)]
+    )
+    quantize = functools.partial(pk.explain, pk.quantize_rows, rows(256, 256))
+    assert quantize().choices[0].implementation == "mosaic"
+    for device in (cpu, "cpu"):
+        with jax.default_device(device):
+            assert quantize().choices[0].reason == "cpu is no Hopper GPU"
+
+
+def test_arrays_of_another_platform_are_computed_there(hopper, monkeypatch):
+    gpu = SimpleNamespace(device_kind="H", platform="gpu")
+    monkeypatch.setattr(devices, "default_device", lambda: gpu)
+    x = jnp.ones((256, 256), BF16)  # On the CPU.
+    assert devices.other_platforms((x, None)) == ["cpu"]
+    quantized = pk.quantize_rows(x)
+    assert float(quantized.codes[0, 0]) == 448
+    # The arrays of a program that is traced may be anywhere.
+    (choice,) = pk.explain(pk.quantize_rows, x).choices
+    assert choice.implementation == "mosaic"
+
+
+def test_a_program_with_kernels_for_another_platform_is_refused(hopper):
+    with pytest.raises(ValueError, match=r"a kernel for a GPU.*compiled for cpu.*jax"):
+        jax.jit(pk.quantize_rows).lower(rows(256, 256))
 
 
 @pytest.mark.parametrize("tokens", [8192, 8])
