@@ -12,6 +12,7 @@ from jax import lax
 from jax.tree_util import keystr
 from jaxtyping import Array, Bool, Float, Int32
 
+from coat_jax.optimizers.batch import as_dtype, stored_dtype
 from coat_jax.optimizers.state import (
     Layout,
     QuantizedState,
@@ -168,12 +169,43 @@ def _of_state(state: QuantizedState) -> Iterator[MomentStats]:
     layout = state.layout
     for path, moments in by_parameter.items():
         name = keystr(path, simple=True, separator="/")
-        weights = _weights(moments, layout)
-        for field, q in moments.items():
-            own = jnp.square(q.dequantize()) if weights is None else weights
-            error = _relative_error(q, own, layout.rounding)
-            half = dict(layout.moments)[field].squares
-            yield _stats(name, field[-1].name, q, error / 2 if half else error)
+        means = _means(moments, layout)
+        for (field, q), of_moment in zip(moments.items(), means, strict=True):
+            factor = 0.5 if dict(layout.moments)[field].squares else 1.0
+            yield _stats(name, field[-1].name, q, of_moment, factor)
+
+
+def _means(
+    moments: dict[Any, QuantizedArray], layout: Layout
+) -> list[dict[str, Float[Array, ""]]]:
+    """Computes means over the elements of each of a parameter's moments.
+
+    XLA stores float32 arrays of a moment's size between two sums. A loop over the
+    layers of a stack lets them have the size of a layer.
+    """
+
+    def of_layer(bits: list[QuantizedArray]) -> list[dict[str, Array]]:
+        layers = [_with_codes(q, q.format.dtype) for q in bits]
+        weights = _weights(dict(zip(moments, layers, strict=True)), layout)
+        return [_means_of(q, weights, layout.rounding) for q in layers]
+
+    # FP8 arrays are sliced as integers, because a CPU has no FP8 and would convert
+    # whole stacks.
+    bits = [_with_codes(q, stored_dtype(q.codes.dtype)) for q in moments.values()]
+    if bits[0].ndim < 3 or _is_first_axis_split(bits):
+        return of_layer(bits)
+    return jax.tree.map(jnp.mean, lax.map(of_layer, bits))
+
+
+def _with_codes(q: QuantizedArray, dtype: jnp.dtype) -> QuantizedArray:
+    """Returns an array with the same bits of codes in another dtype."""
+    return dataclasses.replace(q, codes=as_dtype(q.codes, dtype))
+
+
+def _is_first_axis_split(tree: Any) -> bool:
+    """Returns whether the types of arrays say that devices split their first axis."""
+    specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
+    return any(spec and spec[0] is not None for spec in specs)
 
 
 def _weights(moments: dict[Any, QuantizedArray], layout: Layout) -> Array | None:
@@ -189,15 +221,46 @@ def _weights(moments: dict[Any, QuantizedArray], layout: Layout) -> Array | None
     return jnp.square(u)
 
 
-def _stats(
-    parameter: str, moment: str, q: QuantizedArray, error: Float[Array, ""]
-) -> MomentStats:
+def _means_of(
+    q: QuantizedArray, weights: Float[Array, "..."] | None, rounding: Rounding
+) -> dict[str, Float[Array, ""]]:
+    """Computes means of the weights u^2, of u^2 (dx / x)^2, and the shares of codes.
+
+    Without weights, u is the moment itself.
+    """
     values = q.format.decode(q.codes)
+    weights = jnp.square(q.dequantize()) if weights is None else weights
+    errors = jnp.asarray(_rounding_errors(q.format))[_indices(q.codes)]
+    if rounding == "stochastic":
+        errors = 2 * errors
+    if q.exponent is None:
+        noise = weights * errors / q.power**2
+        noise = jnp.where(values == 0, _of_elements(_lost(q, rounding), q), noise)
+    else:
+        k = _of_elements(expansion.power(q.exponent), q)
+        noise = weights * errors / jnp.square(k)
+    return {
+        "weights": jnp.mean(weights),
+        "noise": jnp.mean(noise),
+        "zero_share": share(values == 0),
+        "max_share": share(jnp.abs(values) == q.format.max),
+    }
+
+
+def _stats(
+    parameter: str,
+    moment: str,
+    q: QuantizedArray,
+    means: dict[str, Float[Array, ""]],
+    factor: float,
+) -> MomentStats:
+    """Returns the statistics of a moment from means over its elements."""
     k_counts = None
     if q.exponent is not None:
         numbers = on_last_axes(jnp.arange(_BINS, dtype=jnp.uint8), q.ndim + 1)
         bins = (q.exponent >> 4)[..., None] == numbers
         k_counts = jnp.sum(bins, axis=tuple(range(q.ndim)), dtype=jnp.int32)
+    weight = jnp.where(means["weights"] == 0, 1.0, means["weights"])
     return MomentStats(
         parameter=parameter,
         moment=moment,
@@ -205,28 +268,10 @@ def _stats(
         size=q.size,
         power=q.power if q.exponent is None else None,
         k_counts=k_counts,
-        zero_share=share(values == 0),
-        max_share=share(jnp.abs(values) == q.format.max),
-        error=error,
+        zero_share=means["zero_share"],
+        max_share=means["max_share"],
+        error=factor * jnp.sqrt(means["noise"] / weight),
     )
-
-
-def _relative_error(
-    q: QuantizedArray, weights: Float[Array, "..."], rounding: Rounding
-) -> Float[Array, ""]:
-    """Computes sqrt(sum(weights (dx / x)^2) / sum(weights)) from the codes."""
-    errors = jnp.asarray(_rounding_errors(q.format))[_indices(q.codes)]
-    if rounding == "stochastic":
-        errors = 2 * errors
-    if q.exponent is None:
-        noise = weights * errors / q.power**2
-        zero = q.format.decode(q.codes) == 0
-        noise = jnp.where(zero, _of_elements(_lost(q, rounding), q), noise)
-    else:
-        k = _of_elements(expansion.power(q.exponent), q)
-        noise = weights * errors / jnp.square(k)
-    whole = jnp.sum(weights)
-    return jnp.sqrt(jnp.sum(noise) / jnp.where(whole == 0, 1.0, whole))
 
 
 def _lost(q: QuantizedArray, rounding: Rounding) -> Float[Array, "..."]:
