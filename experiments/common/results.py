@@ -50,6 +50,7 @@ def write_results(
     rows: Sequence[Mapping[str, Any]],
     bars: Sequence[Bar] = (),
     command: str | None = None,
+    measured: Sequence[Mapping[str, Any]] = (),
     **extra: Any,
 ) -> dict[str, Any]:
     """Writes a results file, whole or not at all, and returns its contents.
@@ -58,12 +59,15 @@ def write_results(
       path: The path of the file; its folder is created.
       rows: Flat records of strings, numbers, booleans and None. Keys contain the units.
       bars: The targets of the experiment.
-      command: The command line that repeats the experiment; None means the command line
-        of this process.
+      command: The command line that repeats the experiment; None means the command
+        lines of `measured` and of this process.
+      measured: The results files that the rows are taken from. They say on which device
+        and when rows were measured; without any it was here and now.
       **extra: Further top-level entries.
 
     Raises:
-      ValueError: If a row is not flat, or an extra entry has a name of the schema.
+      ValueError: If a row is not flat, an extra entry has a name of the schema, or the
+        files differ in their devices or versions.
 
     Examples:
       >>> bar = Bar("products / BF16", ">= 1.5", 1.7, True)
@@ -78,11 +82,10 @@ def write_results(
                     f"a row holds strings, numbers, booleans and None, got {key!r}: "
                     f"{value!r}"
                 )
-    results = {
-        "command": command or command_line(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device(),
-        "versions": versions(),
+    earlier = dict.fromkeys(file["command"] for file in measured)
+    results = {"command": command or "; ".join([*earlier, command_line()])}
+    results |= _origin_of(measured) if measured else _here_and_now()
+    results |= {
         "rows": [dict(row) for row in rows],
         "bars": [bar._asdict() for bar in bars],
     }
@@ -93,6 +96,23 @@ def write_results(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, results)
     return results
+
+
+def _here_and_now() -> dict[str, Any]:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": now, "device": device(), "versions": versions()}
+
+
+def _origin_of(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the last date, the device and the versions of results files."""
+    first = {name: measured[0][name] for name in ("device", "versions")}
+    for results in measured:
+        for name, value in first.items():
+            if results[name] != value:
+                raise ValueError(
+                    f"results were measured with the {name} {value} and {results[name]}"
+                )
+    return {"date": max(results["date"] for results in measured)} | first
 
 
 def default_path(experiment: str, name: str | None = None) -> Path:

@@ -1,6 +1,6 @@
 """Tables and figures of `experiments.finetune.compare`, and the paper's table 4."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ def exact_match(results: Results) -> Table:
             for row in rows_of_recipe
         )
         result.add_row("  95% interval", *ends)
-        result.add_row("  the paper's", *_texts(_paper(recipe, rows_of_recipe), ".1f"))
+        _add_paper(result, _paper(recipe, rows_of_recipe), ".1f")
     seeds = rows[-1]["seeds"]
     result.caption = (
         f"{rows[-1]['questions']:,} questions, {seeds} seed{'s' * (seeds > 1)}"
@@ -112,7 +112,7 @@ def differences(results: Results) -> Table:
             strict=True,
         )
         printed = [None if None in pair else pair[0] - pair[1] for pair in pairs]
-        result.add_row("  the paper's", *_texts(printed, "+.1f"))
+        _add_paper(result, printed, "+.1f")
     return result
 
 
@@ -191,8 +191,14 @@ def _draw_differences(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _by_family(title: str, rows: Sequence[Row]) -> Table:
-    """Returns an empty table with a column for each family."""
-    return new_table(title, "", *map(_head, dict.fromkeys(r["family"] for r in rows)))
+    """Returns an empty table with a column for each family.
+
+    Below a family's name is the benchmark for which it stands, if all have a family.
+    """
+    families = dict.fromkeys(row["family"] for row in rows)
+    if set(BENCHMARKS) <= set(families):
+        return new_table(title, "", *map(_head, families))
+    return new_table(title, "", *families)
 
 
 def _head(family: str) -> str:
@@ -209,17 +215,19 @@ def _grouped(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 def _paper(recipe: str, rows: Sequence[Row]) -> list[float | None]:
     """Returns the figures of the paper's table 4 for rows, or None where it has none.
 
-    The paper's average is over all its benchmarks.
+    There are none unless all benchmarks have a family. The paper's average is over all
+    of them.
     """
-    columns = dict(BENCHMARKS)
     families = [row["family"] for row in rows]
-    if set(BENCHMARKS) <= set(families):
-        columns["all"] = "average"
+    columns = BENCHMARKS | {"all": "average"}
+    if not set(BENCHMARKS) <= set(families):
+        return [None] * len(rows)
     printed = dict(zip(TABLE_4_COLUMNS, TABLE_4.get(recipe, ()), strict=False))
     return [printed.get(columns.get(family, "")) for family in families]
 
 
-def _texts(values: Sequence[float | None], spec: str) -> Iterator[str]:
-    """Yields the paper's figures in parentheses."""
-    for value in values:
-        yield "-" if value is None else f"({value:{spec}})"
+def _add_paper(table: Table, values: Sequence[float | None], spec: str) -> None:
+    """Adds a row of the paper's figures in parentheses, if there are some."""
+    if any(value is not None for value in values):
+        texts = ("-" if v is None else f"({v:{spec}})" for v in values)
+        table.add_row("  the paper's", *texts)

@@ -5,6 +5,7 @@ from typing import Any
 from experiments.common.results import load
 from experiments.common.tables import Column, markdown
 from experiments.pages.sections import section
+from experiments.pretrain import comparison
 
 _COLUMNS = {
     "FP8, random groups": "random_tflop_per_s",
@@ -66,6 +67,21 @@ def layers() -> str:
         Column("holds", lambda bar: "yes" if bar["holds"] else "no"),
     )
     return section(text, markdown(columns, rows), markdown(targets, bars))
+
+
+def training() -> str:
+    """Returns a paragraph on a small model of experts, with `coat` and with `bf16`."""
+    name = "pretrain_moe-300m_compared"
+    results = load("pretrain", name)
+    (bar,) = results["bars"]
+    gaps = comparison.gaps(results["rows"], "val_loss")["coat"]
+    first = results["rows"][0]
+    return section(
+        f"**A small model of experts** (`{name}`): {first['parameters'] / 1e6:.0f}M "
+        f"parameters, {results['steps']:,} steps, {len(gaps)} seeds. The validation "
+        f"loss of `coat` minus that of `bf16` is {comparison.interval(gaps)} percent "
+        f"(asked for: {bar['target']}), with a 95% interval."
+    )
 
 
 def parallel() -> str:

@@ -145,7 +145,22 @@ def of_models() -> str:
         "fastest batch."
     )
     table = markdown(columns, named.items())
-    return section(textwrap.fill(text, 95), table, textwrap.fill(training, 95))
+    fill = functools.partial(textwrap.fill, width=95)
+    return section(fill(text), table, fill(training), fill(_loading()))
+
+
+def _loading() -> str:
+    """Returns a sentence on how fast a checkpoint is loaded."""
+    results = load("hf", "loading")
+    rows = by_column(results["rows"], "preset", "case")["llama3-8b"]
+    read, loaded = rows["read"], rows["load"]
+    return (
+        f"`hf.load` places the {loaded['file_gib']:.0f} GiB of Llama-3-8B on a GPU "
+        f"with {loaded['gib_per_s']:.1f} GiB/s, where reading the files alone reaches "
+        f"{read['gib_per_s']:.1f}. Meanwhile the process grows by "
+        f"{loaded['host_growth_gib']:.1f} GiB; the largest tensor has "
+        f"{loaded['largest_tensor_gib']:.1f}."
+    )
 
 
 def compilation() -> str:

@@ -114,6 +114,11 @@ def summarized(runs: Mapping[int, Sequence[Path]]) -> dict[str, Any]:
             for row in compare.curves_of(folder, seed)
         ],
         "samples": compare.samples_of(next(iter(answers.values()))),
+        "measured": [
+            read_results(folder / "summary.json")
+            for folders in runs.values()
+            for folder in folders
+        ],
     }
 
 
