@@ -195,8 +195,11 @@ def test_tables_have_the_paper_below(tmp_path, rng):
 
 def test_other_questions_have_no_figures_of_the_paper(runs):
     actual = compare.compared(runs[0])
-    assert _cells(compare_report.exact_match(actual), "coat")[2] == ["-"] * 3
-    assert _cells(compare_report.differences(actual), "coat")[-1] == ["-"] * 3
+    for table in (
+        compare_report.exact_match(actual),
+        compare_report.differences(actual),
+    ):
+        assert not any("paper" in cell for cell in table.columns[0].cells)
     assert compare_report.answers(actual).row_count == 2
     assert len(compare_report.draw_losses(actual).axes) == 2
 

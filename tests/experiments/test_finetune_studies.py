@@ -10,7 +10,7 @@ from experiments.studies import finetune_large, finetune_real
 from experiments.training.interrupts import STOPPED
 
 
-def _write_run(folder, recipe, hits, loss):
+def _write_run(folder, recipe, hits, loss, version="1"):
     """Writes what a finished run of one recipe leaves, with one answer for each hit."""
     folder.mkdir(parents=True)
     answers = [
@@ -24,7 +24,8 @@ def _write_run(folder, recipe, hits, loss):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)
     summary = {"preset": "folder", "steps": 2, "nats_per": "token", "base": "/a/b"}
-    summary |= {"command": "c", "date": "d", "device": {"name": "n"}, "rows": []}
+    summary |= {"command": f"train {recipe}", "date": f"day {recipe}", "rows": []}
+    summary |= {"device": {"name": "a GPU"}, "versions": {"jax": version}}
     losses = {"train_loss": loss, "val_loss": loss, "parameters": 7}
     summary |= {"recipes": {recipe: losses}, "perplexity": {"before": 9.0, recipe: 3.0}}
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -54,8 +55,18 @@ def test_recipes_of_several_processes_are_joined(tmp_path):
     stories = [row for row in results["differences"] if row["family"] == "stories"]
     assert [row["difference_points"] for row in stories] == [25]
     assert results["training"]["base"] == "b"
+    assert results["command"].startswith("train bf16; train coat; ")
+    assert (results["device"], results["date"]) == ({"name": "a GPU"}, "day coat")
     samples = [(row["recipe"], row["given"]) for row in results["samples"]]
     assert samples == [("before", "0"), ("bf16", "1"), ("coat", "1")]
+
+
+def test_runs_with_other_versions_are_not_joined(tmp_path):
+    for version, recipe in (("1", "bf16"), ("2", "coat")):
+        folder = tmp_path / "runs" / recipe / "seed-0"
+        _write_run(folder, recipe, [1, 0], 2.0, version)
+    with pytest.raises(ValueError, match="measured with the versions"):
+        _join(tmp_path)
 
 
 def test_runs_of_other_questions_are_not_joined(tmp_path):
