@@ -1,6 +1,6 @@
 """Tables and figures of `experiments.finetune.compare`, and the paper's table 4."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -154,7 +154,7 @@ def _draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
             edgecolor="white",
             label=recipe,
         )
-    axes.set_xticks(range(len(families)), map(_head, families))
+    axes.set_xticks(range(len(families)), _heads(families))
     top = max(row["high_percent"] for row in rows)
     # The legend lies above the bars.
     axes.set(ylabel="exact match, %", ylim=(0, 1.2 * top))
@@ -191,19 +191,18 @@ def _draw_differences(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _by_family(title: str, rows: Sequence[Row]) -> Table:
-    """Returns an empty table with a column for each family.
+    """Returns an empty table with a column for each family."""
+    return new_table(title, "", *_heads(dict.fromkeys(row["family"] for row in rows)))
 
-    Below a family's name is the benchmark for which it stands, if all have a family.
+
+def _heads(families: Iterable[str]) -> list[str]:
+    """Returns the names of families.
+
+    Below them are the benchmarks for which they stand, if all of these have a family.
     """
-    families = dict.fromkeys(row["family"] for row in rows)
-    if set(BENCHMARKS) <= set(families):
-        return new_table(title, "", *map(_head, families))
-    return new_table(title, "", *families)
-
-
-def _head(family: str) -> str:
-    """Returns a family's name, with the benchmark for which it stands below."""
-    return f"{family}\n({BENCHMARKS[family]})" if family in BENCHMARKS else family
+    families = list(families)
+    names = BENCHMARKS if set(BENCHMARKS) <= set(families) else {}
+    return [f"{name}\n({names[name]})" if name in names else name for name in families]
 
 
 def _grouped(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
