@@ -12,9 +12,7 @@ from coat_jax.programs.primitives import Operand, is_stateful, variables
 from pallas_kernels import versions
 
 # Calls that `written_out` inlines.
-_CALLS = frozenset(
-    {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit"}
-)
+_CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit"})
 Names = dict[core.Var, Operand]
 
 

@@ -22,8 +22,7 @@ from pallas_kernels import versions
 
 Policy = Callable[..., Any]
 
-# The names of `jax.checkpoint` in programs, in JAX's versions.
-_CHECKPOINTS = ("checkpoint", "remat2")
+_CHECKPOINT = "remat2"  # The name of `jax.checkpoint` in programs.
 # Batched matmuls that contract at most this many elements count as attention scores.
 _LARGEST_HEAD = 256
 
@@ -92,7 +91,7 @@ def with_maxima_saved(program: core.Jaxpr) -> core.Jaxpr:
     eqns = []
     for eqn in program.eqns:
         params = {name: _in_bodies(value) for name, value in eqn.params.items()}
-        if eqn.primitive.name in _CHECKPOINTS:
+        if eqn.primitive.name == _CHECKPOINT:
             params["policy"] = _saving_maxima(params["policy"])
         is_same = all(params[name] is value for name, value in eqn.params.items())
         eqns.append(eqn if is_same else eqn.replace(params=params))
