@@ -51,7 +51,7 @@ class Codes(NamedTuple):
 
 
 def behind(scale: Float[Array, ""], after: Float[Array, "..."]) -> Float[Array, ""]:
-    """Returns `scale`, which now depends on `after`, so XLA computes `after` first.
+    """Returns `scale` with a dependence on `after`, so that XLA computes `after` first.
 
     An optimization barrier is not enough, because it does not bind XLA's schedule.
     """

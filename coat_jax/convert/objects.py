@@ -36,7 +36,7 @@ _in_block = contextvars.ContextVar("in_block", default=False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Converting:
-    """Wraps the methods of a block's class, so that they convert what they compute.
+    """Wraps the methods of a block's class, so that their matmuls are converted.
 
     Attributes:
       conversion: The conversion of the class's blocks.
@@ -47,7 +47,7 @@ class Converting:
     options: Options
 
     def __call__(self, cls: type, name: str) -> Callable:
-        """Returns a method that converts the block that it is called on."""
+        """Returns the method `name` of `cls`, with its matmuls converted."""
         method = getattr(cls, name)
 
         @wraps(method)
@@ -213,14 +213,14 @@ def conversion_of(x: Any) -> Conversion | None:
 
 
 def with_conversion(x: Any, conversion: Conversion) -> Any:
-    """Returns a converted block, which is a pytree, with another conversion."""
+    """Returns a converted block, a pytree, with its conversion replaced."""
     _, cls, options, _ = getattr(type(x), REBUILD)
     return _light_pytree(recast(x, cls), conversion, options)
 
 
 @functools.lru_cache(maxsize=256)
 def _record_of(cls: type, rules: str, blocks: frozenset[Any]) -> ModelRecord:
-    """Returns the record that equal pytrees share: their blocks are of one class."""
+    """Returns a record, the same one for all pytrees with equal blocks and rules."""
     del cls
     return ModelRecord(rules, map(dict, blocks))
 

@@ -293,8 +293,8 @@ class DecoderLayer(nnx.Module):
     ) -> recipes.Params:
         """Returns the parameters of the segment with the weights `names`.
 
-        Weights come with their codes if there are any and `codes` is true. Norms have
-        the names that segments know.
+        Weights come with their codes if there are any and `codes` is true. `norms` are
+        the weights of norms, by the names in `Recipe`'s methods.
         """
         params: dict[str, Any] = {name: self._weight(name, codes) for name in names}
         params["norm"] = None

@@ -66,7 +66,7 @@ def estimate_step(
         return tuple(array for array in moment if not is_stack(array))
 
     def is_stack(array: Held) -> bool:
-        """Returns whether only a layer of a stack of gradients exists at a time."""
+        """Returns whether an array is a stack of gradients that is never whole."""
         is_gradient = kind_of(array, logits) == "gradients" and array.index < len(
             layers
         )

@@ -145,7 +145,7 @@ class _Cache(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """The generation between two tokens.
+    """The state of a generation between two tokens.
 
     Attributes:
       count: The number of tokens that were chosen.

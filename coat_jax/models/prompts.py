@@ -1,4 +1,4 @@
-"""Checks what generation is given: prompts, temperatures and strings to stop at."""
+"""Checks the inputs of a generation: prompts, temperatures and stop strings."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ Prompts = Sequence[Sequence[int]] | Int[Array, "b p"]
 def temperatures_of(
     temperature: float | Sequence[float] | Array, batch: int
 ) -> tuple[Float[Array, " b"], bool]:
-    """Returns a temperature for each prompt, and whether any token is drawn.
+    """Returns a temperature for each prompt, and whether one may be above 0.
 
     Raises:
       ValueError: If there is not one for each, or one is negative or not finite.
@@ -103,7 +103,7 @@ def padded_prompts(
 
 
 def _are_known(x: jax.Array | np.ndarray) -> bool:
-    """Returns whether this process knows the values, as it does not while it traces."""
+    """Returns whether an array has values here; a tracer has none."""
     if isinstance(x, jax.core.Tracer):
         return False
     return isinstance(x, np.ndarray) or x.is_fully_addressable

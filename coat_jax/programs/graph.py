@@ -51,12 +51,12 @@ class Graph:
         variables: Iterable[core.Var],
         eqns: Iterable[core.JaxprEqn],
     ) -> bool:
-        """Returns whether nothing but `eqns` reads some variables."""
+        """Returns whether all readers of `variables` are in `eqns`."""
         readers = {id(eqn) for eqn in eqns}
         return all(id(r) in readers for v in variables for r in self.readers[v])
 
     def following(self, sources: Iterable[core.Var]) -> set[core.Var]:
-        """Returns the variables that follow from `sources` and constants alone."""
+        """Returns the variables that depend on `sources` and constants alone."""
         follow = {*sources, *self.program.constvars}
         for eqn in self.program.eqns:
             if variables(eqn.invars) <= follow and not is_stateful(eqn):
@@ -64,7 +64,7 @@ class Graph:
         return follow
 
     def needed_for(self, results: Iterable[core.Var]) -> set[int]:
-        """Returns the identities of all operations that variables follow from."""
+        """Returns the `id`s of all operations that `results` are computed from."""
         needed, missing = set(), set(results)
         for eqn in reversed(self.program.eqns):
             if not missing.isdisjoint(eqn.outvars):

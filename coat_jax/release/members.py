@@ -67,7 +67,7 @@ class TappedArrays:
         return [self.release.states[j] for j in self.indices]
 
     def stored(self, floats: Sequence) -> list:
-        """Returns states in their own dtypes."""
+        """Returns the parameters' states in their dtypes, from states as floats."""
         pairs = zip(self.indices, floats, strict=True)
         return [self.release.params.stored(j, state) for j, state in pairs]
 

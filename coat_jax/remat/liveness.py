@@ -259,7 +259,7 @@ class _Program:
         self._keep_products(eqn.outvars)
 
     def _keep_products(self, variables: Sequence[core.Var]) -> None:
-        """Keeps variables with one reader among the products."""
+        """Discards products that have more than one reader."""
         for var in variables:
             if self._readers.get(var, 0) > 1 and var in self.values:
                 self._products.discard(self.values[var].held)

@@ -70,7 +70,7 @@ class Options:
             object.__setattr__(self, "key", self._typed_key())
 
     def after(self, rewrite: Rewrite) -> "Options":
-        """Returns the options with a rewrite before the others."""
+        """Returns the options with `rewrite` before the other rewrites."""
         return dataclasses.replace(self, rewrites=(rewrite, *self.rewrites))
 
     def _typed_key(self) -> jax.Array:
@@ -307,7 +307,7 @@ def _derive(
 
 
 def _is_source(choice: Any) -> bool:
-    """Returns whether the array is saved on the device, to recompute others from."""
+    """Returns whether other arrays may be recomputed from an array saved this way."""
     in_loop = isinstance(choice, Wide) and choice.reason == _IN_LOOP
     return _is_saved(choice) and not choice.offloaded and not in_loop
 
@@ -354,7 +354,7 @@ def _restricted(
 
 
 def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
-    """Returns the variables that depend on an input other than a parameter.
+    """Returns the variables that depend on an input that is no parameter.
 
     Results of loops are left out, because some may depend on parameters alone.
     """

@@ -91,7 +91,7 @@ def _subclass(cls: type, options: Options, wrap: Wrap | None) -> type:
 def _unpickled(
     cls: type, options: Options, wrap: Wrap | None, attributes: dict[str, Any]
 ) -> Any:
-    """Returns the module that was pickled; its class has no name of its own."""
+    """Makes a module from its pickled attributes; its class cannot be found by name."""
     return pytree_module(_new(cls, attributes), options, wrap)
 
 
@@ -108,7 +108,7 @@ def _new(cls: type, attributes: dict[str, Any]) -> Any:
 
 
 def _register(cls: type, light: type) -> None:
-    """Makes JAX take objects of `light` apart as it does objects of `cls`."""
+    """Registers `light` as a pytree that JAX flattens like `cls`."""
 
     def flatten_with_keys(x):
         children, tree = one_level(recast(x, cls))
@@ -127,5 +127,5 @@ def _register(cls: type, light: type) -> None:
 
 
 def one_level(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """Returns the children of a pytree with their paths, and how to put them back."""
+    """Returns the children of a pytree with their paths, and the tree structure."""
     return jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)

@@ -51,7 +51,7 @@ class Axes:
         return groups
 
     def mapped(self, name: str) -> "Axes":
-        """Returns the axes with one in front, over which `vmap` maps."""
+        """Returns these axes after an axis `name`, over which `vmap` maps."""
         return dataclasses.replace(self, names=f"{name} {self.names}", gathered=False)
 
 
@@ -80,12 +80,12 @@ def grouped(count: int, n: int, group: int) -> tuple[Axes, Axes]:
 
 
 def alike(x: Array) -> Axes:
-    """Returns axes that arrays share if their lengths are equal, for maxima."""
+    """Returns axes named by their lengths, so that arrays of one shape share them."""
     return Axes(" ".join(f"a{j}x{length}" for j, length in enumerate(x.shape)))
 
 
 def as_it_is(x: Array) -> Axes:
-    """Returns the axes of an array that the operation does not read."""
+    """Returns the axes of an array that may be split in any way, as it is not read."""
     return Axes(" ".join(f"own{j}" for j in range(x.ndim)), own=True)
 
 

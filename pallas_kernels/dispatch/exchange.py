@@ -35,7 +35,7 @@ def ready(number: Array, x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Ready:
-    """`ready`, on each device's own part."""
+    """The operation of `ready`, on each device's own part."""
 
     name: ClassVar[str] = "ready"
 
@@ -54,7 +54,7 @@ class _Ready:
 
 @dataclasses.dataclass(frozen=True)
 class _Total:
-    """`total`, of which each device computes its own part."""
+    """The operation of `total`, of which each device computes its own part."""
 
     name: ClassVar[str] = "total"
 

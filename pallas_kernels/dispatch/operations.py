@@ -164,7 +164,7 @@ class Operation(abc.ABC):
         """Returns the axes of arrays and of results, trees like them or prefixes."""
 
     def slower(self, *arrays: Any) -> str | None:
-        """Returns why the kernel does not run unless it is named, or None."""
+        """Returns why the kernel runs only if it is named, although it can; or None."""
         del arrays
         return None
 

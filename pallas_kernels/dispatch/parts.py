@@ -84,7 +84,7 @@ class Call:
         return tree.unflatten(complete)
 
     def _gathered(self, arrays: tuple, split: Mapping, operand_specs: Specs) -> tuple:
-        """Returns the arrays. An array in more parts than its names say is gathered."""
+        """Gathers the parts of arrays that are split further than their names say."""
         leaves, tree = jax.tree.flatten(arrays)
         for j, (axes, spec) in enumerate(
             zip(self.operands, operand_specs, strict=True)
@@ -94,7 +94,7 @@ class Call:
         return tree.unflatten(leaves)
 
     def _added_once(self, arrays: tuple, split: Mapping) -> tuple:
-        """Returns the arrays, with the accumulator of a sum on one device alone."""
+        """Returns the arrays, with zeros for the accumulator on all devices but one."""
         leaves, tree = jax.tree.flatten(arrays)
         for j, axes in enumerate(self.operands):
             if axes.added and (summed := _missing(axes, split)):
@@ -225,7 +225,7 @@ def leaves_of(tree: Any, axes: Any) -> Iterable[Axes]:
 
 
 def _amax(x: Array, axes: Axes) -> Array:
-    """Returns the amax of an array along its axes that have no name."""
+    """Reduces an array's axes without a name to their amax, with one element each."""
     named = sum(name != "_" for (name, *_) in axes.merged)
     unnamed = tuple(range(named, x.ndim))
     return magnitude(x, unnamed).reshape(*x.shape[:named], *(1 for _ in unnamed))

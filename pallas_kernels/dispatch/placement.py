@@ -97,7 +97,7 @@ class _Mapped:
         return trees[0].unflatten(operands), trees[1].unflatten(results)
 
     def _ones(self, arrays: tuple) -> tuple:
-        """Returns the shapes of one element of the axis."""
+        """Returns the arrays' shapes without the axis over which `vmap` maps."""
         leaves, tree = jax.tree.flatten(arrays)
         pairs = zip(leaves, self.mapped, strict=True)
         shapes = [x.shape[1:] if mapped else x.shape for x, mapped in pairs]
@@ -154,7 +154,7 @@ def _part(
     operand_specs: tuple[P, ...],
     result_specs: tuple[P, ...],
 ) -> Callable:
-    """Returns the function of one device's parts; equal ones for equal operations."""
+    """Returns the function of one device's parts, the same one for equal arguments."""
 
     def part(arrays: tuple) -> Any:
         return call.part(arrays, mesh, dict(split), operand_specs, result_specs)

@@ -60,7 +60,7 @@ class Sink:
         self._largest = None
 
     def put(self, values: Iterable[Array], index_of: Callable) -> None:
-        """Writes a strip of every part."""
+        """Writes a strip of each part, at the array index `index_of(part)`."""
         for i, value in enumerate(values):
             self._put(value, i, index_of(i))
 

@@ -179,7 +179,7 @@ class Walk:
         return lax.div(cta, self.across) * self.strip_rows
 
     def indices(self, cta: Array, blocks: Blocks | None = None) -> list[Callable]:
-        """Returns one function per strip, from a part to the strip's array index."""
+        """Returns a function for each strip, from a part to the strip's array index."""
         row, first = self.start(cta, blocks)
 
         def place(i, group):

@@ -156,13 +156,13 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _size_key(family: Family) -> str:
-    """Returns the key of the size of the MLP's hidden layer, or of an expert's."""
+    """Returns the key of the size of the hidden layer, of the MLP or an expert."""
     names = family.experts
     return "intermediate_size" if names is None else names.intermediate_size
 
 
 def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
-    """Returns the experts; every layer must have them."""
+    """Returns the fields of experts, which must be in every layer."""
     if family.experts is None:
         return {}
     if family.model_type == "qwen3_moe":
@@ -302,7 +302,7 @@ def _default_kinds(keys: _Keys, family: Family, num_layers: int) -> list[str]:
 
 
 def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json of a model.
+    """Returns the contents of a model's config.json.
 
     Args:
       config: The configuration of the model.

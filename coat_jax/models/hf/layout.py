@@ -204,7 +204,7 @@ def expert_names(config: LlamaConfig) -> ExpertNames:
 
 
 def _all_rows(count: int, *tensors: str) -> tuple[Rows, ...]:
-    """Returns all of some tensors' rows, `count` of each."""
+    """Returns the rows of whole tensors, which have `count` rows each."""
     return tuple(Rows(tensor=tensor, start=0, count=count) for tensor in tensors)
 
 

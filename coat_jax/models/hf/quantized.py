@@ -121,7 +121,7 @@ def quantized(
 
 
 def settings(format: FP8Format, unquantized: Sequence[str]) -> dict[str, Any]:
-    """Returns `quantization_config` of config.json.
+    """Returns the value of `quantization_config` in config.json.
 
     Args:
       format: The format.

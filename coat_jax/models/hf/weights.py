@@ -104,7 +104,7 @@ class Weights:
     def _read_tensor(
         self, name: str, rows: range, columns: Sequence[range], out: np.ndarray
     ) -> None:
-        """Reads a part of a tensor, straight into `out` if that has the same bytes."""
+        """Reads a part of a tensor, directly into `out` if no conversion is needed."""
         entry = self._folder.tensors[name]
         whole = entry.shape[1:] == tuple(map(len, columns))
         if whole and entry.dtype == out.dtype and entry.dtype in _WIDE:

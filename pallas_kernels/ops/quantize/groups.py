@@ -259,7 +259,7 @@ def flat(x: Array) -> Array:
 
 
 def numbers(x: Array | Scaled) -> tuple[Array]:
-    """Returns the numbers of an operand of `elementwise.run`, decoded."""
+    """Returns a strip of an operand of `elementwise.run`, decoded to float32."""
     return (decode(x),)
 
 
