@@ -206,7 +206,7 @@ def _light_pytree(x: Any, conversion: Conversion, options: Options) -> Any:
 
 
 def conversion_of(x: Any) -> Conversion | None:
-    """Returns the conversion of a pytree, or None if it is no converted block."""
+    """Returns the conversion of a pytree, or None if it is not a converted block."""
     rebuild = getattr(type(x), REBUILD, None)
     wrap = rebuild[-1] if rebuild and not isinstance(x, nnx.Pytree) else None
     return wrap.conversion if isinstance(wrap, Converting) else None

@@ -77,7 +77,10 @@ class Stream(NamedTuple):
         return cls(dx, scale)
 
     def codes(self, history: Array | None) -> Codes:
-        """Quantizes a gradient to E5M2 codes and their transpose."""
+        """Quantizes a gradient, a stream: E5M2 codes and their transpose.
+
+        The scale is the one of `history`, or without it the stream's scale.
+        """
         scale = self.scale if history is None else None
         return quantize_tensor(
             self.x, E5M2, copies="both", scale=scale, history=history

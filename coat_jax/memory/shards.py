@@ -190,7 +190,7 @@ def checked_shardings(
 
 
 def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
-    """Returns FSDP's shardings of parameters, as far as axes divide them.
+    """Returns FSDP's shardings of parameters; axes that do not divide one are left out.
 
     "fsdp", "expert" and "context" split the last axis but one of every matrix, or the
     experts, and "tensor" heads and the MLP's hidden layer. An axis of a parameter is

@@ -92,8 +92,8 @@ def generate(
         longest. With one length for several calls they share a compiled program.
 
     Raises:
-      ValueError: If an option is invalid, if a prompt is no sequence of integers, is
-        empty or is longer than `prompt_length`, if a token is not in the vocabulary
+      ValueError: If an option is invalid, if a prompt is not a sequence of integers,
+        is empty or is longer than `prompt_length`, if a token is not in the vocabulary
         (unless its value is unknown, within `jax.jit`), if a temperature above 0 comes
         without a key, or stop strings without the bytes of all tokens.
 

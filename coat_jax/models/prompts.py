@@ -45,7 +45,7 @@ def stop_transitions(
     """Returns the table of stop strings; None if there are none.
 
     Raises:
-      ValueError: If the bytes of a token are missing, or are no bytes.
+      ValueError: If the bytes of a token are missing, or are not of the type `bytes`.
     """
     if isinstance(strings, str):
         raise ValueError(f"stop_strings must be a list of strings, got {strings!r}")
@@ -113,7 +113,7 @@ def _row(prompt: Sequence[int]) -> Int[np.ndarray, " p"]:
     """Returns a prompt as an array.
 
     Raises:
-      ValueError: If it is no sequence of integers.
+      ValueError: If it is not a sequence of integers.
     """
     row = np.asarray(prompt)
     integers = np.issubdtype(row.dtype, np.integer) or not row.size

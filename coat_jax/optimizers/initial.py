@@ -159,7 +159,7 @@ def _check_names(moments: Mapping, fields: dict[Path, str]) -> None:
 def _check_zero(inner: Any, params: Any, paths: list[Path]) -> None:
     """Raises ValueError unless the averages at these paths start at zero.
 
-    The paths are those of fields that the caller named and `KNOWN` does not list.
+    The paths are of fields that the caller named and `KNOWN` does not list.
     """
     if not paths:
         return

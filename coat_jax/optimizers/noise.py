@@ -89,7 +89,7 @@ def _groups(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _groups_before(groups: int) -> Array | np.uint32:
-    """Returns the number of groups of the earlier layers in `layer_of_stacks`, or 0."""
+    """Returns how many groups a stack's earlier layers have; see `layer_of_stacks`."""
     layer = _layer.get()
     if layer is None:
         return np.uint32(0)

@@ -138,7 +138,7 @@ class Stacks:
         self._stacks = dict(zip(ids, jax.tree.leaves(stacks), strict=True))
 
     def of(self, slices: Any) -> Any:
-        """Returns the stacks of a tree's slices; None if an array is no slice."""
+        """Returns the stacks of a tree's slices; None if an array is not a slice."""
         leaves, treedef = jax.tree.flatten(slices)
         stacks = [self._stacks.get(id(x)) for x in leaves]
         return None if any(x is None for x in stacks) else treedef.unflatten(stacks)

@@ -206,7 +206,7 @@ def quantize_moment(
 ) -> QuantizedArray:
     """Quantizes a moving average with range expansion, so that it can keep moving.
 
-    There are two differences to `quantize`. First, scales stay in float32: an amax in
+    It differs from `quantize` in two ways. First, scales stay in float32: an amax in
     bfloat16 has steps of 0.4%, so an average that moves by 0.1% per step would stall.
     Second, expansion covers at most 40 octaves of a group, so an element that fades
     away costs its neighbours no more precision than that. With a k for each group, no

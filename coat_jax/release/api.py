@@ -83,8 +83,9 @@ def value_and_update(
       - `max_loss`: With `skip_not_finite`, a step with a larger loss is skipped, too.
 
     Raises:
-      TypeError: If `tx` is no optax transformation. The returned function raises it for
-        parameters that are not floating, and for a loss that is no floating scalar.
+      TypeError: If `tx` is not an optax transformation. The returned function raises it
+        for parameters and losses that are not floating, and for a loss that is not a
+        scalar.
       ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
         The returned function raises it for optimizers as above, for a key that `tx`
         has no use for, and for parameters that two layers read.

@@ -184,7 +184,7 @@ def _scanned(program: Jaxpr, count: int) -> set[int]:
 
 
 def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
-    """Checks that the step of a stack's layer is the layer of the stack's step.
+    """Checks that a layer's step is the same by itself as within a stack of layers.
 
     Nothing in a program's types tells whether norms mix layers. So a step of small
     random arrays is computed both ways.

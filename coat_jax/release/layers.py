@@ -175,7 +175,7 @@ def _depth(stacked: Any) -> int:
 
 
 def _without_partitions(stacked: Any) -> Any:
-    """Takes arrays out of Linen's boxes: a slice has not the axes that a box names."""
+    """Takes arrays out of Linen's boxes: a slice lacks the axes that boxes name."""
 
     def is_box(x):
         return isinstance(x, meta.AxisMetadata)

@@ -22,7 +22,7 @@ class TappedArrays:
       release: The `coat.value_and_update` that is being traced.
       treedef: The structure of the tree of all arrays.
       of: For each array its index among all parameters, or None for one of `extras`.
-      extras: The arrays that are no parameters, or have too few axes.
+      extras: The arrays that are not parameters, or have too few axes.
     """
 
     release: Release

@@ -48,7 +48,7 @@ class Clip:
 
 
 class Parameters:
-    """The parameters of a step, the optimizer's state, and what belongs to what.
+    """The parameters of a step, and the optimizer's state of each of them.
 
     Args:
       params: Parameters.

@@ -85,7 +85,7 @@ class Release:
         return [index.get(id(x)) for x in arrays]
 
     def claim(self, indices: Sequence[int], reader: str) -> None:
-        """Notes what computes the gradients of parameters.
+        """Records what computes the gradients of parameters.
 
         Raises:
           ValueError: If something else has computed the gradient of one.

@@ -6,16 +6,16 @@ last one that reads them:
 - Matmuls, kernels, reductions, gathers, scatters and loops write arrays. Every other
   operation is fused with its readers, and its result is written only if a matmul, a
   kernel or a loop reads it. Reshapes and transposes are views.
-- Operations run in the program's order. Only in the body of a loop those run first that
-  the next iteration needs. XLA puts the others after them. In a backward pass these are
-  the matmuls of weights' gradients.
+- Operations run in the program's order, except in the body of a loop: there XLA runs
+  the operations that the next iteration needs first. In a backward pass the matmuls
+  of weights' gradients come last.
 - The stacked results of a loop exist before it starts. Slices of its stacked operands
   are copied, unless they are fused with their readers.
 - A matmul writes its result in 16 bits if its only reader rounds it to them.
 - A fused operation, or a loop, writes to the memory of an operand of the same size that
   nothing reads later.
 
-Arguments count nothing here. The sum of the sizes of all arrays that exist at a time is
+Arguments are not counted. The sum of the sizes of all arrays that exist at a time is
 what an allocator without gaps would need.
 """
 

@@ -153,7 +153,7 @@ class Plan:
       kept: One entry per residual. An index says that the residual is that argument, or
         constant, and "recompute" that backward computes it. `Wide` and `Copy` say that
         it is saved, as it is or as an FP8 copy.
-      extras: The arrays that are saved besides residuals.
+      extras: The arrays that are saved in addition to residuals.
       needed: Whether the backward pass reads each constant of the forward program and
         then each argument. They are kept by reference and take no memory of their own.
       recompute: The function that takes the constants and arguments (None if not
@@ -354,7 +354,7 @@ def _restricted(
 
 
 def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
-    """Returns the variables that depend on an input that is no parameter.
+    """Returns the variables that depend on an input that is not a parameter.
 
     Results of loops are left out, because some may depend on parameters alone.
     """

@@ -30,7 +30,7 @@ def is_pytree_module(x: Any) -> bool:
 
 
 def is_pytree(x: Any) -> bool:
-    """Returns whether JAX flattens an object, so that it is no leaf."""
+    """Returns whether JAX flattens an object, so that it is not a leaf."""
     return not jax.tree_util.all_leaves([x])
 
 

@@ -179,7 +179,7 @@ class Derivation:
         Args:
           eqn: The operation.
           position: The index of the result among the operation's.
-          following: Arrays that count as known besides `known`.
+          following: Arrays that count as known in addition to `known`.
         """
         if not is_cheap(eqn):
             return None

@@ -86,7 +86,7 @@ class _Call:
       is_array: True for each leaf of `arguments` that is an array.
       static: The leaves that are not arrays.
       params: The positions of the arguments that are parameters.
-      path_of: The path that a rewrite sees, of a path in `arguments`.
+      path_of: A function from a path in `arguments` to the path that a rewrite sees.
     """
 
     fn: Callable

@@ -24,7 +24,7 @@ class Axes:
       gathered: Whether the array's last axis may be split further than its name. Then
         the operation gets these parts gathered, one after another along the first axis,
         which has one element before. Gathered along the last axis they would have to be
-        copied once more, since they are no contiguous memory there.
+        copied once more, since they are not contiguous in memory there.
       added: Whether the operation adds the array to a result. Where that is a sum over
         devices, one of them adds the array, and the others add zeros.
     """

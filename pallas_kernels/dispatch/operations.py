@@ -256,7 +256,7 @@ def _against_kernels(arrays: tuple) -> list[str]:
 
 
 def _described(arrays: tuple) -> tuple[str, ...]:
-    """Returns the dtypes and shapes of the arrays that are no scalars."""
+    """Returns the dtypes and shapes of the arrays that are not scalars."""
     return tuple(
         f"{x.dtype}[{','.join(map(str, x.shape))}]"
         for x in jax.tree.leaves(arrays)

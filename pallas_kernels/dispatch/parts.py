@@ -53,11 +53,11 @@ class Call:
         return dataclasses.replace(call, single=single), out
 
     def reference(self, arrays: tuple) -> Any:
-        """Computes the operation in jnp, with one element for each amax."""
+        """Computes the operation in jnp, and reduces each amax to one element."""
         return self._with_amax(self.operation.reference(*arrays))
 
     def on_one_device(self, arrays: tuple) -> Any:
-        """Computes the operation with its kernel, with one element for each amax."""
+        """Computes the operation with its kernel; each amax becomes one element."""
         return self._with_amax(self.operation.kernel(*arrays))
 
     def part(
@@ -117,7 +117,7 @@ class Call:
         Args:
           sizes: The sizes of the mesh's axes.
           shapes: The shapes of operands and results.
-          specs: Their partition specs, as far as they are known.
+          specs: Their partition specs; unknown ones may be missing at the end.
         """
         unsplit = self._whole()
         lengths, requested = self._lengths(shapes), {}
@@ -157,7 +157,7 @@ class Call:
         return specs
 
     def on_explicit_axes(self, run: Callable, arrays: tuple, out: Any) -> Any:
-        """Calls `run(arrays)` with explicit mesh axes, if there are any, left to XLA.
+        """Calls `run(arrays)` with any explicit mesh axes made automatic.
 
         `out` has the shapes of the results.
         """
@@ -174,7 +174,7 @@ class Call:
         return jax.sharding.auto_axes(run, axes=axes, out_sharding=results)(arrays)
 
     def rule(self) -> tuple[str, dict[str, Any]]:
-        """Returns the rule by which Shardy lets shardings pass an operation."""
+        """Returns the rule with which Shardy propagates shardings past an operation."""
         unsplit, is_whole_of = (
             self._whole(),
             {},

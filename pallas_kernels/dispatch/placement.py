@@ -2,7 +2,7 @@
 
 XLA partitions jnp operations like their arrays, but cannot look into a kernel: it would
 gather the operands on every device. An operation therefore names the axes of its
-arrays, such as "b s k" and "n k" for a matmul. From the names follows which axes may be
+arrays, such as "b s k" and "n k" for a matmul. The names determine which axes may be
 split, what each device computes on its part, and which results are summed. Whether
 arrays are spread at all is written in their types. The number of devices of the process
 says nothing about that.

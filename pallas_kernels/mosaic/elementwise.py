@@ -162,7 +162,7 @@ def run(
 
 
 def _valid(walk: Walk, cta: Array, blocks: Blocks | None) -> Array | None:
-    """Returns bits that are set for a strip's codes in its block; None for all."""
+    """Returns a bit mask of a strip's codes that are in the block, or None for all."""
     if blocks is None or blocks.count is None:
         return None
     shape = walk.strip_rows, walk.group

@@ -89,7 +89,7 @@ def family_of(values: Mapping[str, Any]) -> Family:
     """Returns the family of a config.json.
 
     Raises:
-      ValueError: If it is unknown, or the class is no causal language model.
+      ValueError: If it is unknown, or the class is not a causal language model.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -156,7 +156,7 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _size_key(family: Family) -> str:
-    """Returns the key of the size of the hidden layer, of the MLP or an expert."""
+    """Returns the key in config.json of the MLP's, or an expert's, hidden size."""
     names = family.experts
     return "intermediate_size" if names is None else names.intermediate_size
 
@@ -306,8 +306,8 @@ def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
       config: The configuration of the model.
-      origin: The config.json that the model was loaded with; its keys stay as far as
-        they do not say what `config` says. Empty for a model that was not loaded.
+      origin: The config.json that the model was loaded with; its keys stay
+        unless `config` has their values. Empty for a model that was not loaded.
 
     Raises:
       ValueError: If no family has such a configuration.
