@@ -122,7 +122,7 @@ def power_of_two_scale(
 
 
 def tensor_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
-    """Computes the per-tensor scale of an amax."""
+    """Computes the per-tensor scale of an amax; see `power_of_two_scale`."""
     info = jnp.finfo(dtype)
     return power_of_two_scale(largest, float(info.max), step=float(info.eps))
 

@@ -136,7 +136,7 @@ def with_blocks(
     """Returns a model with replaced blocks, which shares everything else.
 
     Args:
-      model: The model.
+      model: An NNX module or a callable pytree.
       paths: The paths of the blocks, as keys.
       light: Returns the converted block, of a block and its path.
     """

@@ -256,5 +256,5 @@ def quantizable(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def has_group(x: Shaped[Array, "m *n"], group_sizes: Array) -> Bool[Array, " m"]:
-    """Returns whether each row is one of a group."""
+    """Returns whether each row belongs to a group."""
     return jnp.arange(len(x)) < jnp.sum(group_sizes)

@@ -49,7 +49,7 @@ def traced(
 def _function(
     form: Callable[..., list], tree: Any, types: Types
 ) -> Callable[..., list[Any]]:
-    """Returns a form of fused matmuls as a function of arrays."""
+    """Returns `form`, which takes a tree, as a function of the tree's arrays."""
 
     def computed(*arrays):
         ys = form(*jax.tree.unflatten(tree, arrays))

@@ -201,8 +201,7 @@ _COMPOSED: dict[RecipeName, Recipe] = {
 def recipe_of(name: RecipeName | Recipe, placement: NormPlacement = "before") -> Recipe:
     """Returns the recipe that computes layers with norms in some places.
 
-    A recipe in the place of a name is returned as it is; `coat_jax.models.lora` has
-    such recipes.
+    A recipe, such as `coat_jax.models.lora` has, is returned as it is.
 
     The segments of the FP8 flow begin with a norm and end with a residual sum. Layers
     with norms on outputs, as OLMo 2 and Gemma have, are composed with `fp8_dot_general`

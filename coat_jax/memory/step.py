@@ -30,7 +30,7 @@ def estimate_step(
       params: The parameters that one GPU computes with: a pytree of arrays or of
         `jax.ShapeDtypeStruct`.
       *args: The other arguments of the loss.
-      optimizer: The optimizer.
+      optimizer: The optimizer, which updates its arrays in place.
       logits: The shape of the logits that exist at a time; see `chunk_of_logits`.
       whole: The parameters of the model and their shardings, on a mesh.
       gpus: The number of GPUs.

@@ -137,7 +137,7 @@ class _Cache(NamedTuple):
 
     Attributes:
       keys: The keys, after RoPE.
-      values: The values.
+      values: The values, of the same positions.
     """
 
     keys: Float[Array, "layers b length heads d"]

@@ -234,8 +234,8 @@ def check_tokens(
     """Checks that sequences have as many image tokens as their images have embeddings.
 
     Raises:
-      ValueError: If one has not. A compiled function cannot know, so check data on the
-        way to it.
+      ValueError: If a sequence has another number. A compiled function cannot check
+        this, so check data before it gets there.
 
     Examples:
       >>> import numpy as np

@@ -22,7 +22,7 @@ class Graph:
     """A program with the operations that compute and read its variables.
 
     Attributes:
-      program: The program.
+      program: The program, as JAX traced it.
       makers: The operation that computes each variable.
       readers: The operations that read each variable, and the program for its results.
     """
@@ -133,8 +133,8 @@ def embedded(
       is_call: A function that tells which operations to inline.
 
     Returns:
-      The operations, and new names of the `outvars` with results that are arguments,
-      literals or the same as another one.
+      The operations, and what replaces those `outvars` that no operation computes: an
+      argument, a literal, or another of the `outvars`.
     """
     names: Names = dict(zip(body.invars, invars, strict=True))
     names |= {v: core.Var(v.aval) for eqn in body.eqns for v in eqn.outvars}

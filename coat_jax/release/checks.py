@@ -190,7 +190,7 @@ def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
     random arrays is computed both ways.
 
     Args:
-      optimizer: The optimizer.
+      optimizer: The optimizer with the parameters of the whole step.
       stacked: The indices of the parameters that are stacks of layers.
 
     Raises:

@@ -45,8 +45,8 @@ class Held:
     Attributes:
       shape: The shape.
       dtype: The dtype.
-      nbytes: The bytes that it counts; none for arguments.
-      role: The role.
+      nbytes: The bytes that it counts; 0 for arguments.
+      role: What the array is for in a step, such as "saved" for the backward pass.
       index: The index among all gradients, for outputs.
     """
 

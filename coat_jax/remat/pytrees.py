@@ -40,7 +40,7 @@ def pytree_module(module: Any, options: Options, wrap: Wrap | None = None) -> An
     It is an object of a subclass. All arrays of the module are parameters.
 
     Args:
-      module: The module.
+      module: A callable pytree with arrays.
       options: The options of `fp8_remat`.
       wrap: Wraps all methods that users call. By default `over_nodes` wraps `__call__`.
 

@@ -23,9 +23,9 @@ def total(x: Array) -> Array:
 
 
 def ready(number: Array, x: Array) -> Array:
-    """Returns `number`, which depends on `x` so that `x` is computed before.
+    """Returns `number`, but only after `x` has been computed.
 
-    On a mesh it depends on each device's own part of `x`. Both may have any shape.
+    On a mesh each device waits for its own part of `x`. Both may have any shape.
     """
     operation = _Ready()
     if mesh_of((number, x)) is None:

@@ -29,7 +29,7 @@ class Call:
     """An operation and the axes of all arrays that one call takes and returns.
 
     Attributes:
-      operation: The operation.
+      operation: The operation that is called.
       operands: The axes of the arrays that it takes.
       results: The axes of its results.
       single: The names of axes of length 1.

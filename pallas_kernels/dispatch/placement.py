@@ -64,7 +64,7 @@ class _Mapped:
     itself.
 
     Attributes:
-      operation: The operation.
+      operation: The operation without the axis.
       mapped: Whether each array has the axis.
     """
 

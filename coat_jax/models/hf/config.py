@@ -403,7 +403,7 @@ def _scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def _rounded(number: float) -> float | int:
-    """Returns an integer in place of a float that differs by rounding alone."""
+    """Returns a float, or the integer that it differs from by rounding alone."""
     nearest = round(number)
     return nearest if math.isclose(number, nearest, rel_tol=1e-12) else number
 

@@ -121,7 +121,7 @@ class _Tensor:
     """A tensor to write, with its scales if it is quantized.
 
     Attributes:
-      name: The name.
+      name: The tensor's name in the file.
       kinds: The dtypes and shapes of the tensor and its scales, by name.
       fetch: The function that returns the tensor's values.
       format: The format of codes, or None.

@@ -66,7 +66,7 @@ class Weights:
         """Reads a part of a parameter, or of one layer's, and converts it.
 
         Args:
-          parameter: The parameter.
+          parameter: The parameter to read.
           layer: The layer; ignored for parameters outside of layers.
           index: The entries of each axis of `parameter.stored`.
           out: Contiguous memory for the part, of the lengths of `index` and the dtype
