@@ -138,7 +138,7 @@ def with_blocks(
     Args:
       model: An NNX module or a callable pytree.
       paths: The paths of the blocks, as keys.
-      light: Returns the converted block, of a block and its path.
+      light: A function of a block and its path, which returns the converted block.
     """
     objects = list(objects_of(model))
     # A module that stands in several places stays one module, and is a block in all.

@@ -218,7 +218,7 @@ def quantized_experts(w: Float[Array, "g k n"]) -> tuple[Scaled, Float[Array, " 
 
 
 def codes_of_experts(w: Float[Array, "g k n"], scale: Float[Array, " g"]) -> Scaled:
-    """Returns the codes [g, k, n] for gradients of rows, with the scale of each."""
+    """Returns the codes [g, k, n] for gradients of rows, with each expert's scale."""
     values = numerics.normal(w.astype(jnp.float32))
     return Scaled(numerics.encode(values, scale[:, None, None], E4M3.dtype), scale)
 

@@ -441,7 +441,7 @@ class DecoderLayer(nnx.Module):
         *,
         start: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "b s h"], Extra]:
-        """Applies the layer in the dtype of `x`, with an attention of the caller's.
+        """Applies the layer in the dtype of `x`, with attention by the function given.
 
         Any recipe's layer can be applied in this way. Generation does, because the
         matmuls of single tokens are too small for FP8 to help.

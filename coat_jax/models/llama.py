@@ -149,7 +149,7 @@ class Llama(nnx.Module):
         return recipes.RECIPES[self.config.recipe].norm(norm)(weight, x)
 
     def logits(self, hidden: Float[Array, "*b h"]) -> Float[Array, "*b vocab"]:
-        """Computes logits from what `hidden` returns, or some positions of it."""
+        """Computes logits from the result of `hidden`, at all or at some positions."""
         return logits(hidden, self.head_weight(), self.config.logit_softcap)
 
     def head_weight(self) -> Float[Array, "h vocab"]:

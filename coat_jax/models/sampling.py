@@ -52,7 +52,7 @@ class Sampling:
     def masked(self, scores: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
         """Returns the logits with -inf for all tokens that must not be chosen.
 
-        Among equal logits at the border, tokens of smaller numbers are kept.
+        Among equal logits, tokens of smaller numbers come first.
         """
         if self.top_k is None and self.top_p is None:
             return scores

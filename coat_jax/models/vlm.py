@@ -160,7 +160,7 @@ class VisionLanguageModel(nnx.Module):
         return self.text.decode(jnp.where(is_image[..., None], of_images, of_text))
 
     def logits(self, hidden: Float[Array, "*b h"]) -> Float[Array, "*b vocab"]:
-        """Computes logits from what `hidden` returns, or some positions of it."""
+        """Computes logits from the result of `hidden`, at all or at some positions."""
         return self.text.logits(hidden)
 
 

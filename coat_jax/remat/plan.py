@@ -173,7 +173,8 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     """Decides how each residual is saved.
 
     `is_param` has one entry per argument: True for parameters. Constants of the forward
-    program, which derivative rules bring along, are parameters before the arguments.
+    program, which derivative rules may add, come before the arguments and count as
+    parameters.
     """
     program = written_out(traced.forward.jaxpr)
     is_param = [True] * len(program.constvars) + [*is_param]

@@ -88,7 +88,7 @@ class Derivation:
         return saved
 
     def compute(self, var: core.Var, copies: frozenset[core.Var]) -> None:
-        """Adds `var`, which a kernel computes from FP8 copies, and what follows."""
+        """Adds `var`, computed from `copies` by a kernel, and what follows from it."""
         self.known |= self._following(var, Known(0, False, copies))
 
     def copy(

@@ -111,7 +111,7 @@ def adam(
 
 
 def inverse_root(nu: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns 1 / sqrt(nu), by which first moments are stored.
+    """Returns 1 / sqrt(nu), the factor with which first moments are stored.
 
     It is 0 if the second moment overflowed. The update is then zero too, as in optax.
     """

@@ -224,7 +224,7 @@ class _Sums:
     """Sums over the rows of a thread block, for the gradients of weight and bias.
 
     Attributes:
-      norm: The tiles of a row.
+      norm: The norm, which has the tiles of a row.
       shared: The indices of the tiles, the last ones, that are summed in shared memory
         because registers do not suffice. The others are summed in registers.
       refs: A reference to shared memory for each sum.
