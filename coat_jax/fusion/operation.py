@@ -38,7 +38,7 @@ def traced(
       fn: A function of arrays.
       operands: The variables of the program that it takes.
       results: The variables of the program that it computes.
-      like: The operation with the place in the user's code that they get.
+      like: An operation, from which the new ones take their place in the user's code.
     """
     with operations.unexplained():  # It runs later.
         closed = jax.make_jaxpr(fn)(*(v.aval for v in operands))

@@ -22,7 +22,7 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
     layer, steps its parameters, and only then goes on to the layers before it. So the
     gradients of one layer exist at a time. Elsewhere this is `fn(params, x)`.
 
-    Layers of equal shapes that are stacked belong into `coat.scan_layers`.
+    Use `coat.scan_layers` for layers of equal shapes that are stacked.
 
     Args:
       fn: A layer, a function of its parameters and of its input.

@@ -239,7 +239,7 @@ def warn_once(message: str) -> None:
 
 
 def _against_kernels(arrays: tuple) -> list[str]:
-    """Returns why the reference runs by default; empty if the kernel can."""
+    """Returns the reasons why the reference runs by default; none if the kernel can."""
     if not devices.has_hopper():
         device = devices.default_device()
         capability = getattr(device, "compute_capability", None)
