@@ -92,7 +92,7 @@ def embedded(
 
     Args:
       table: The embedding.
-      tokens: The tokens.
+      tokens: The indices of the rows.
       batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic.
         None leaves it to XLA.
       length_axis: The mesh axis that splits sequences, if automatic axes do.

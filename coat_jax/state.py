@@ -1,4 +1,4 @@
-"""The place of optimizer states of version 0, which pickles name."""
+"""The old home of optimizer states of version 0: pickles of them import it."""
 
 from typing import NoReturn
 

@@ -40,7 +40,7 @@ def check_positive(**sizes: int) -> None:
 def positive_int(name: str, value: Any) -> int:
     """Returns a size as an int; raises ValueError unless it is a positive integer.
 
-    Integers of NumPy are integers, bools are not.
+    NumPy's integers count as integers, bools do not.
     """
     try:
         size = 0 if isinstance(value, bool | np.bool_) else operator.index(value)
@@ -52,7 +52,7 @@ def positive_int(name: str, value: Any) -> int:
 
 
 def is_positive_number(x: Any) -> bool:
-    """Returns whether `x` is a positive finite number, and no bool."""
+    """Returns whether `x` is a positive finite number other than a bool."""
     is_number = isinstance(x, numbers.Real) and not isinstance(x, bool | np.bool_)
     return is_number and 0 < x < math.inf
 

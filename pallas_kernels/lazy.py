@@ -48,8 +48,8 @@ def attach(package: str, names: Mapping[str, str]) -> None:
 
     Args:
       package: The package's name, `__name__` in its `__init__.py`.
-      names: The names of each module, apart by spaces; "Tuning:NormTuning" is the
-        name in the module and the one in the package, where these differ.
+      names: The names of each module, separated by spaces; "Tuning:NormTuning" is the
+        name in the module and the name in the package, where these differ.
 
     Examples:
       >>> import coat_jax as coat

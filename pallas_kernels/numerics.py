@@ -51,7 +51,7 @@ class Codes(NamedTuple):
 
 
 def behind(scale: Float[Array, ""], after: Float[Array, "..."]) -> Float[Array, ""]:
-    """Returns `scale`, which now depends on `after`, so XLA computes `after` first.
+    """Returns `scale` with a dependence on `after`, so that XLA computes `after` first.
 
     An optimization barrier is not enough, because it does not bind XLA's schedule.
     """
@@ -122,7 +122,7 @@ def power_of_two_scale(
 
 
 def tensor_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
-    """Computes the per-tensor scale of an amax."""
+    """Computes the per-tensor scale of an amax; see `power_of_two_scale`."""
     info = jnp.finfo(dtype)
     return power_of_two_scale(largest, float(info.max), step=float(info.eps))
 

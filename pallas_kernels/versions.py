@@ -69,7 +69,7 @@ def is_offload(decision: Any) -> bool:
 
 
 def current_trace() -> Any:
-    """Returns a value that is equal within one transformation of JAX, and no other."""
+    """Returns a value that is different within each transformation of JAX."""
     # `jax.extend.core` has it since jax 0.12.
     functions = core if hasattr(core, "get_opaque_trace_state") else jax.core
     return functions.get_opaque_trace_state(convention="coat")

@@ -32,16 +32,16 @@ def fp8[ModelRecord](
     policy: Callable[..., Any] | None = None,
     rerun_attention: bool = False,
 ) -> ModelRecord:
-    """Converts a model: matmuls of its blocks run in FP8, and save FP8 residuals.
+    """Converts a model, so that its blocks' matmuls run in FP8 and save FP8 residuals.
 
     It applies `fp8_dot_general` and `fp8_remat` to the blocks of a model, such as the
-    layers of a transformer, without a change of the model's code. All matmuls of an
+    layers of a transformer, without changes to the model's code. All matmuls of an
     activation and a parameter count, as `nn.Dense`, `nnx.Einsum` or `x @ w` make them,
     and so do the matmuls of experts, as `jax.lax.ragged_dot` makes them. Embeddings,
     the head and anything else outside the blocks stay as they are.
-    `coat.fp8_report` lists the matmuls of the blocks, and why some are left. A block
-    that keeps all of its matmuls is warned of once. Blocks may lie in any container and
-    attribute, and may be called by any method that takes arrays.
+    `coat.fp8_report` lists the matmuls of the blocks, and why some stay as they are. A
+    block in which no matmul is converted gives one warning. Blocks may lie in any
+    container and attribute, and may be called by any method that takes arrays.
 
     Args:
       model: A Linen or NNX module; a callable pytree, such as an Equinox module, of
@@ -112,7 +112,7 @@ def fp8[ModelRecord](
 
 
 def _function(fn: Callable, rules: Rules, options: Options) -> Callable:
-    """Returns a function that is one block."""
+    """Converts a function, all of which is one block."""
     conversion = Conversion(
         depth=OF_FUNCTION,
         chosen=None if rules.matmuls is None else chooser("matmuls", rules.matmuls),

@@ -21,7 +21,7 @@ _NOT_CALLED = ("setup", "fp8_block")
 
 
 def linen_model(model: nn.Module, rules: Rules, options: Options) -> nn.Module:
-    """Returns a Linen module of a subclass. Its methods convert the model's blocks."""
+    """Returns a model of a subclass, with methods that convert the blocks they call."""
     convert = _Convert(rules, options)
     members = {
         name: convert.method(getattr(type(model), name))
@@ -84,7 +84,7 @@ class _Blocks:
         rules: Rules,
         options: Options,
     ):
-        """Starts before any block is called.
+        """Records the blocks; none has been called yet.
 
         Args:
           blocks: The shapes of the parameters of each block, by its path.
@@ -129,7 +129,7 @@ class _Blocks:
         return light(module, *args, **kwargs)
 
     def finish(self, method: str) -> None:
-        """Raises or warns if the method of the model has called no block.
+        """Raises an error or warns if a method of the model has called no block.
 
         Raises:
           ValueError: If the method is `__call__`.
@@ -147,6 +147,6 @@ class _Blocks:
 
 
 def _is_method(method: Callable, cls: type, name: str) -> bool:
-    """Returns whether a function is a method of a class, not one that a scan runs."""
+    """Returns whether `method` is `cls.name`, and not a function that a scan runs."""
     of_class = getattr(cls, name, None)
     return of_class is not None and inspect.unwrap(of_class) is inspect.unwrap(method)

@@ -49,7 +49,7 @@ Sources = dict[core.Var, frozenset[str]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """The matmuls of a function that become FP8 matmuls.
+    """The rewrite of a program in which matmuls of parameters become FP8 matmuls.
 
     Attributes:
       depth: The number of keys at the beginning of an argument's path that come before
@@ -80,7 +80,7 @@ class Conversion:
         return cls(depth=depth, chosen=chosen, model=model, where=block)
 
     def logged(self) -> "Conversion":
-        """Returns the conversion of one call, with a log if a report is being made."""
+        """Returns this conversion for one call, with a log if a report is made."""
         log = new_log(self.where)
         return self if log is None else dataclasses.replace(self, log=log)
 
@@ -123,7 +123,7 @@ class Conversion:
     def _choice(
         self, eqn: core.JaxprEqn, sources: Sources, choosing: set[core.Var]
     ) -> tuple[int, str]:
-        """Returns the position of the weight, and why the matmul stays as it is."""
+        """Returns which operand is the weight, and why the matmul stays, or ""."""
         if eqn.primitive in _IN_FP8:
             return 0, FP8_ALREADY
         operands = eqn.invars[:2]
@@ -203,7 +203,7 @@ class Conversion:
 
 
 def _sources(program: core.Jaxpr, params: Sources) -> Sources:
-    """Returns the parameters that each variable follows from, and nothing else."""
+    """Returns the parameters of each variable that depends on parameters alone."""
     sources = dict.fromkeys(program.constvars, frozenset()) | params
     for eqn in program.eqns:
         operands = variables(eqn.invars)
@@ -214,7 +214,7 @@ def _sources(program: core.Jaxpr, params: Sources) -> Sources:
 
 
 def _choosing(program: core.Jaxpr) -> set[core.Var]:
-    """Returns the variables on which choices depend without a matmul in between."""
+    """Returns the variables that a choice, such as `top_k`, reads without a matmul."""
     choosing: set[core.Var] = set()
     for eqn in reversed(program.eqns):
         decides = not choosing.isdisjoint(eqn.outvars) and not _is_matmul(eqn)
@@ -232,7 +232,7 @@ def _chooses(eqn: core.JaxprEqn) -> bool:
 
 
 def _router(eqn: core.JaxprEqn, choosing: set[core.Var]) -> str:
-    """Returns that a matmul is a router's, or ""."""
+    """Returns the reason why a router's matmul stays, or "" for other matmuls."""
     (y,) = eqn.outvars
     if y not in choosing or y.aval.shape[-1] > _MOST_CHOICES:
         return ""
@@ -242,7 +242,7 @@ def _router(eqn: core.JaxprEqn, choosing: set[core.Var]) -> str:
 def _followed(
     operand: core.Var | core.Literal, sources: Sources
 ) -> frozenset[str] | None:
-    """Returns the parameters that an operand follows from; None for activations."""
+    """Returns the parameters that an operand is computed from; None if activations."""
     return sources.get(operand) if _is_var(operand) else frozenset()
 
 
@@ -258,7 +258,7 @@ def _rows(eqn: core.JaxprEqn, sources: Sources) -> int:
 
 
 def _operands(weights: int, activations: int) -> str:
-    """Returns why a matmul does not multiply an activation by a parameter."""
+    """Returns why operands are not one activation and one parameter."""
     if activations == 2:
         return ACTIVATIONS
     if weights == 2:
@@ -318,7 +318,7 @@ def _is_wide_float(aval: Any) -> bool:
 
 
 def _too_small(eqn: core.JaxprEqn, side: int) -> str:
-    """Returns why a matmul is not worth the quantization of its operands, or ""."""
+    """Returns why a matmul is too small to gain from FP8, or ""."""
     contracted, batch = (dims[side] for dims in _dimensions(eqn))
     shape = eqn.invars[side].aval.shape
     inputs = math.prod(shape[i] for i in contracted)
@@ -332,7 +332,7 @@ def _too_small(eqn: core.JaxprEqn, side: int) -> str:
 
 
 def _fp8(eqn: core.JaxprEqn, side: int) -> list[core.JaxprEqn]:
-    """Returns an FP8 matmul in place of a matmul with operand `side` as its weight."""
+    """Returns the FP8 form of a matmul that has operand `side` as its weight."""
     matmul = partial(_matmul, eqn=eqn, side=side)
     closed = jax.make_jaxpr(matmul)(*(v.aval for v in eqn.invars))
     eqns, _ = embedded(closed.jaxpr, eqn.invars, eqn.outvars)

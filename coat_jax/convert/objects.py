@@ -36,7 +36,7 @@ _in_block = contextvars.ContextVar("in_block", default=False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Converting:
-    """Wraps the methods of a block's class, so that they convert what they compute.
+    """Wraps the methods of a block's class, so that their matmuls are converted.
 
     Attributes:
       conversion: The conversion of the class's blocks.
@@ -47,7 +47,7 @@ class Converting:
     options: Options
 
     def __call__(self, cls: type, name: str) -> Callable:
-        """Returns a method that converts the block that it is called on."""
+        """Returns the method `name` of `cls`, with its matmuls converted."""
         method = getattr(cls, name)
 
         @wraps(method)
@@ -136,9 +136,9 @@ def with_blocks(
     """Returns a model with replaced blocks, which shares everything else.
 
     Args:
-      model: The model.
+      model: An NNX module or a callable pytree.
       paths: The paths of the blocks, as keys.
-      light: Returns the converted block, of a block and its path.
+      light: A function of a block and its path, which returns the converted block.
     """
     objects = list(objects_of(model))
     # A module that stands in several places stays one module, and is a block in all.
@@ -206,21 +206,21 @@ def _light_pytree(x: Any, conversion: Conversion, options: Options) -> Any:
 
 
 def conversion_of(x: Any) -> Conversion | None:
-    """Returns the conversion of a pytree, or None if it is no converted block."""
+    """Returns the conversion of a pytree, or None if it is not a converted block."""
     rebuild = getattr(type(x), REBUILD, None)
     wrap = rebuild[-1] if rebuild and not isinstance(x, nnx.Pytree) else None
     return wrap.conversion if isinstance(wrap, Converting) else None
 
 
 def with_conversion(x: Any, conversion: Conversion) -> Any:
-    """Returns a converted block, which is a pytree, with another conversion."""
+    """Returns a converted block, a pytree, with its conversion replaced."""
     _, cls, options, _ = getattr(type(x), REBUILD)
     return _light_pytree(recast(x, cls), conversion, options)
 
 
 @functools.lru_cache(maxsize=256)
 def _record_of(cls: type, rules: str, blocks: frozenset[Any]) -> ModelRecord:
-    """Returns the record that equal pytrees share: their blocks are of one class."""
+    """Returns a record, the same one for all pytrees with equal blocks and rules."""
     del cls
     return ModelRecord(rules, map(dict, blocks))
 

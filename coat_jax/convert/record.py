@@ -99,14 +99,14 @@ class ModelRecord:
         return False
 
     def warn(self, message: str) -> None:
-        """Warns of something once."""
+        """Gives the warning `message`, unless this record has given it before."""
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
 
 
 def _is_slice(shapes: Shapes, stacked: Shapes) -> bool:
-    """Returns whether parameters belong to a block, or to one layer of a stack."""
+    """Returns whether a block, or one layer of a stacked block, has these shapes."""
     return shapes.keys() == stacked.keys() and all(
         stacked[path][len(stacked[path]) - len(shape) :] == tuple(shape)
         for path, shape in shapes.items()
@@ -114,7 +114,7 @@ def _is_slice(shapes: Shapes, stacked: Shapes) -> bool:
 
 
 class Label(Neutral):
-    """The path and the model of a block, as an attribute of its NNX module.
+    """The path of a block and the record of its model, an attribute of NNX modules.
 
     All labels are equal to each other, so that blocks which differ in nothing else are
     traced once.
@@ -134,7 +134,7 @@ class Log:
 
 @dataclasses.dataclass
 class Records:
-    """Blocks of models, and a log for each call, which `fp8_report` gathers."""
+    """The paths of all blocks, and a log for each call, which `fp8_report` reads."""
 
     blocks: dict[str, None] = dataclasses.field(default_factory=dict)
     logs: list[Log] = dataclasses.field(default_factory=list)

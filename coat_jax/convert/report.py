@@ -143,7 +143,7 @@ def _trace(fn: Callable, args: Any, kwargs: Any, records: Records) -> None:
 
 
 def _with_own_paths(call: Any, records: Records) -> Any:
-    """Notes the blocks of converted models in a call, and gives pytrees their paths.
+    """Records the converted blocks in a call; returns it with paths in pytrees.
 
     Blocks of a pytree are of one class, which has the path of one of them.
     """

@@ -58,7 +58,7 @@ def chooser(name: str, rule: Rule) -> Callable[[str], bool]:
 def path_of(keys: Iterable[Any]) -> str:
     """Returns the path of a parameter, such as "layers/0/mlp/up/kernel".
 
-    The variable that wraps a parameter is no part of its path.
+    The path does not contain the variable that wraps a parameter.
     """
     keys = tuple(keys)
     if len(keys) > 1 and keys[-1] == GetAttrKey("value"):
@@ -116,7 +116,7 @@ def is_matrix(path: str, shape: tuple[int, ...]) -> bool:
 
 
 def numbered(shapes: Mapping[str, tuple[int, ...]], above: str = "") -> list[str]:
-    """Returns the outermost modules below a path that are numbered siblings."""
+    """Returns the outermost modules below a path with numbered names, as "layers/0"."""
     children = defaultdict(dict)
     for path, shape in shapes.items():
         name, _, subpath = path.partition("/")

@@ -120,7 +120,7 @@ def _has_enough_rows(x: Array | jax.core.ShapedArray) -> bool:
 
 @cache
 def _jitted(dtype: jnp.dtype) -> Callable:
-    """Returns the matmul x [*batch, m, k] times w [*batch, k, n] in a list."""
+    """Returns a function to the list [x @ w], of x [*batch, m, k], w [*batch, k, n]."""
 
     def fp8_dot(x, w):
         if not _has_enough_rows(x):

@@ -218,7 +218,7 @@ def quantized_experts(w: Float[Array, "g k n"]) -> tuple[Scaled, Float[Array, " 
 
 
 def codes_of_experts(w: Float[Array, "g k n"], scale: Float[Array, " g"]) -> Scaled:
-    """Returns the codes [g, k, n] for gradients of rows, with the scale of each."""
+    """Returns the codes [g, k, n] for gradients of rows, with each expert's scale."""
     values = numerics.normal(w.astype(jnp.float32))
     return Scaled(numerics.encode(values, scale[:, None, None], E4M3.dtype), scale)
 
@@ -256,5 +256,5 @@ def quantizable(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def has_group(x: Shaped[Array, "m *n"], group_sizes: Array) -> Bool[Array, " m"]:
-    """Returns whether each row is one of a group."""
+    """Returns whether each row belongs to a group."""
     return jnp.arange(len(x)) < jnp.sum(group_sizes)

@@ -42,7 +42,7 @@ class _Experts(NamedTuple):
 
     Attributes:
       gate: The gate between the matmuls.
-      halves: What gate and up are, in this order.
+      halves: The matmul results that are gate and up, in this order.
       down: The matmul after the gate.
       gather: The gather that copies tokens to rows, if nothing else reads the rows.
     """

@@ -167,7 +167,8 @@ class Fusion:
 def fusion(format: Format, group: int, where: Any, key: Any) -> Fusion:
     """Returns the fusion for these options of `fp8_remat`, which documents them.
 
-    Kernels save E4M3 copies in groups of 16. Other copies are made of arrays.
+    Kernels save E4M3 copies in groups of 16 only. For other options `fp8_remat` makes
+    the copies itself, from unquantized arrays.
     """
     like_kernels = format == E4M3 and group == GROUP and where is None and key is None
     return Fusion("copies" if like_kernels else "arrays")

@@ -38,7 +38,7 @@ def traced(
       fn: A function of arrays.
       operands: The variables of the program that it takes.
       results: The variables of the program that it computes.
-      like: The operation with the place in the user's code that they get.
+      like: An operation, from which the new ones take their place in the user's code.
     """
     with operations.unexplained():  # It runs later.
         closed = jax.make_jaxpr(fn)(*(v.aval for v in operands))
@@ -49,7 +49,7 @@ def traced(
 def _function(
     form: Callable[..., list], tree: Any, types: Types
 ) -> Callable[..., list[Any]]:
-    """Returns a form of fused matmuls as a function of arrays."""
+    """Returns `form`, which takes a tree, as a function of the tree's arrays."""
 
     def computed(*arrays):
         ys = form(*jax.tree.unflatten(tree, arrays))

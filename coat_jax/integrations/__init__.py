@@ -1,1 +1,1 @@
-"""Adapters for trainers and libraries that have places of their own for a change."""
+"""Adapters for trainers and libraries that look for moments or matmuls by name."""

@@ -12,10 +12,10 @@ from coat_jax.optimizers.trees import is_quantized
 def as_adam_state(tree: Any) -> Any:
     """Returns a tree of a state with each quantized moment at its parameter's path.
 
-    Codes stand in place of a moment, which they have the shape and the sharding of, and
-    optax's own state, such as `ScaleByAdamState`, in place of `QuantizedState`. So what
-    asks for an instance of optax's state, or looks up the parameter's path in `mu` or
-    `nu`, finds it. It is a view to look things up in, and no state to go on from.
+    Codes, which have a moment's shape and sharding, take its place, and optax's own
+    state, such as `ScaleByAdamState`, takes the place of `QuantizedState`. Code that
+    asks for an instance of optax's state, or looks up a parameter's path in `mu` or
+    `nu`, then finds it. The view is for look-ups only: training cannot go on from it.
 
     MaxText with `shard_optimizer_over_data` looks up the shardings of `mu`, to shard
     parameters alike. Give `maybe_update_params_sharding_with_opt` this view of the

@@ -17,7 +17,7 @@ from coat_jax.optimizers.fused import Applied, fused_update
 
 
 class HookedTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation with updates that only its own hook applies."""
+    """A transformation with a method that applies its updates, for EasyDeL's state."""
 
     def apply_updates_hook(self, params: optax.Params, updates: optax.Updates) -> Any:
         """Returns the parameters after the step, which `update` has computed."""
@@ -30,8 +30,8 @@ def with_apply_updates_hook(
 ) -> HookedTransformation:
     """Lets an optimizer that ends in `fp8_adamw` take its whole step in one pass.
 
-    The `update` of the result computes `coat.fused_update`. What it returns are no
-    updates, but parameters after the step, which `apply_updates_hook` hands out. So it
+    The `update` of the result computes `coat.fused_update`. It returns no
+    updates but the parameters after the step, which `apply_updates_hook` hands out. It
     is for trainers that call the hook if there is one, such as EasyDeL 0.3.
 
     Args:
@@ -42,8 +42,8 @@ def with_apply_updates_hook(
       The optimizer with the hook. Its state is the state of `tx`.
 
     Raises:
-      ValueError: If `tx` has no `fp8_adamw` at its end; in a step, if something else
-        than the hook reads the updates.
+      ValueError: If `tx` has no `fp8_adamw` at its end; in a step, if anything but the
+        hook reads the updates.
 
     Examples:
       >>> import coat_jax as coat, jax.numpy as jnp

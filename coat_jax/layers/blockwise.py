@@ -3,7 +3,7 @@
 The scales are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3): in each of the
 three matmuls of a linear layer the first operand has a scale for every 1 x 128 elements
 along the contracted axis, and the second one for every 128 x 128 elements. All codes
-are E4M3, those of gradients too. Axes are padded with zeros to multiples of 128.
+are E4M3, also for gradients. Axes are padded with zeros to multiples of 128.
 """
 
 from functools import partial

@@ -107,7 +107,7 @@ class ContextParallel:
         return self._placed(rows, x, self.row_axes)
 
     def leave(self, x: Shaped[Array, "rows length ..."]) -> Shaped[Array, "b s ..."]:
-        """Undoes `enter`."""
+        """Returns sequences from their rows: the inverse of `enter`."""
 
         def sequences(x):
             return self._sequences(self._constrained(x, self.row_axes))
@@ -172,7 +172,7 @@ class ContextParallel:
         return self._placed(exchanged, o, self.row_axes, None, self.head_axes)
 
     def to_heads(self, x: Float[Array, "rows length n d"]) -> Float[Array, "b s n d"]:
-        """Undoes `to_rows`."""
+        """Returns an array like the result of `attend`: the inverse of `to_rows`."""
         heads = self.batch_axes, None, self._split_heads
         return self._placed(self._to_heads, x, *heads)
 

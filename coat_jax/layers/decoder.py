@@ -293,8 +293,8 @@ class DecoderLayer(nnx.Module):
     ) -> recipes.Params:
         """Returns the parameters of the segment with the weights `names`.
 
-        Weights come with their codes if there are any and `codes` is true. Norms have
-        the names that segments know.
+        Weights come with their codes if there are any and `codes` is true. `norms` are
+        the weights of norms, by the names in `Recipe`'s methods.
         """
         params: dict[str, Any] = {name: self._weight(name, codes) for name in names}
         params["norm"] = None
@@ -441,7 +441,7 @@ class DecoderLayer(nnx.Module):
         *,
         start: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "b s h"], Extra]:
-        """Applies the layer in the dtype of `x`, with an attention of the caller's.
+        """Applies the layer in the dtype of `x`, with attention by the function given.
 
         Any recipe's layer can be applied in this way. Generation does, because the
         matmuls of single tokens are too small for FP8 to help.

@@ -266,14 +266,14 @@ _mlp_segment.defvjp(_gated_mlp, _gated_mlp_grads)
 
 
 def _with_histories(params: Params, stream: Stream) -> Params:
-    """Returns parameters whose histories vary over devices as the stream does."""
+    """Returns `params` with histories that vary over the same devices as the stream."""
     if "amax" not in params:
         return params
     return {**params, "amax": spread(params["amax"], stream.x)}
 
 
 def _recorded(amax: Amax, **quantized: Codes) -> Amax:
-    """Returns the histories of the next step."""
+    """Returns the amax histories with the amax of each gradient that was quantized."""
     return {name: recorded(amax[name], quantized[name].largest) for name in amax}
 
 

@@ -59,25 +59,28 @@ class Stream(NamedTuple):
         return cls(x, on_explicit_tokens(nans, x, 1)(x), jnp.zeros(()))
 
     def with_array(self, x: Float[Array, "b s h"]) -> "Stream":
-        """Returns another stream with as many shards, and the same token."""
+        """Returns this stream with another array and a new scale for each shard."""
         stream = Stream.of(x, self.scale.size)
         return stream._replace(token=self.token)
 
     def tokens(self) -> "Stream":
-        """Returns the number of leading axes of each array that are tokens."""
+        """Returns how many leading axes of `x`, `scale` and `token` count tokens."""
         return Stream(2, self.scale.ndim, None if self.token is None else 0)
 
     @classmethod
     def gradient(
         cls, dx: Float[Array, "b s h"], maxima: Array | None = None
     ) -> "Stream":
-        """Returns a gradient with its scale, from the amax of parts if known."""
+        """Returns a gradient and its scale; `maxima` is the amax of parts, if known."""
         maxima = kernels.maxima(dx) if maxima is None else maxima
         (scale,) = kernels.tensor_scales(kernels.Bound((maxima,)), dtype=E5M2.dtype)
         return cls(dx, scale)
 
     def codes(self, history: Array | None) -> Codes:
-        """Quantizes a gradient to E5M2 codes and their transpose."""
+        """Quantizes a gradient, a stream: E5M2 codes and their transpose.
+
+        The scale is the one of `history`, or without it the stream's scale.
+        """
         scale = self.scale if history is None else None
         return quantize_tensor(
             self.x, E5M2, copies="both", scale=scale, history=history
@@ -148,7 +151,7 @@ class Heads:
         history: Array | None = None,
         start: Int[Array, "*b"] | int = 0,
     ) -> Codes:
-        """Computes codes of the gradient of `split`'s input, from those of its outputs.
+        """Computes codes of the gradient of `split`'s input; q, k and v are gradients.
 
         RoPE is undone in the same kernel.
         """

@@ -29,13 +29,13 @@ from pallas_kernels import Activation
 
 
 def identity(fn: Callable) -> Callable:
-    """Returns a function as it is, where a recipe has no wrapper."""
+    """Returns `fn`: the wrapper of recipes that wrap nothing."""
     return fn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainRecipe(Recipe):
-    """A layer of plain functions, which saves what `jax.vjp` of these functions saves.
+    """A recipe of plain functions, which saves what `jax.vjp` of them saves.
 
     Attributes:
       linear: The matmul (x, w) -> x @ w.T.
@@ -62,13 +62,13 @@ class PlainRecipe(Recipe):
         x: Float[Array, "b s h"],
         batch_axes: str | tuple[str, ...] | None = None,
     ) -> Residual:
-        """Returns `x`."""
+        """Returns `x`, since the stream is a plain array in this recipe."""
         return x
 
     def attention_in(
         self, params: Params, x: Residual, *, norm: Norm | None, heads: Heads
     ) -> Attended:
-        """Computes queries, keys and values."""
+        """Computes queries, keys and values; see `Recipe.attention_in`."""
 
         def segment(params, x):
             y = self.project_in(params, x, norm=norm)
@@ -90,7 +90,7 @@ class PlainRecipe(Recipe):
         attention: Attention = LLAMA_ATTENTION,
         local: Array | None = None,
     ) -> Residual:
-        """Computes attention and the output projection."""
+        """Computes attention and the output projection; see `Recipe.attention_out`."""
         context = attention.context
 
         def project(params, o, x):
@@ -138,7 +138,7 @@ class PlainRecipe(Recipe):
         gate: Activation = "silu",
         out_norm: Norm | None = None,
     ) -> Residual:
-        """Computes the gated MLP."""
+        """Computes the gated MLP and the residual sum; see `Recipe.gated_mlp`."""
 
         def segment(params, x):
             h = x if norm is None else self.norm(norm)(params["norm"], x)
@@ -167,7 +167,7 @@ class PlainRecipe(Recipe):
         batch_axes: str | tuple[str, ...] | None = None,
         sent: bool = True,
     ) -> tuple[Residual, Shares]:
-        """Computes the experts of each token."""
+        """Computes the experts of each token; see `Recipe.experts`."""
         axis = ExpertAxis.of(params, x, batch_axes, experts, sent)
 
         def segment(params, x):
@@ -185,5 +185,5 @@ class PlainRecipe(Recipe):
         return composed.over_shards_of(segment, params, x, axis)
 
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
-        """Returns `x`."""
+        """Returns `x`, since the stream is a plain array in this recipe."""
         return x

@@ -227,7 +227,7 @@ class Recipe(abc.ABC):
           x: The residual stream.
           norm: The norm of the input.
           gate: The activation of the gate.
-          experts: The experts.
+          experts: The number of experts, and how tokens choose among them.
           batch_axes: The mesh axes that split the batch, if the mesh's axes are
             automatic and one is named "expert".
           sent: Whether tokens are sent to the devices of a mesh axis "expert". If not,

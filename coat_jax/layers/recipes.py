@@ -55,7 +55,7 @@ class Fp8Recipe(Recipe):
     """The FP8 flow: segments save activations in FP8 groups and recompute the rest.
 
     Attributes:
-      attention: The wrapper of attention and the output projection behind it.
+      attention: The wrapper of attention and the output projection after it.
     """
 
     attention: Wrapper = identity
@@ -69,14 +69,14 @@ class Fp8Recipe(Recipe):
         x: Float[Array, "b s h"],
         batch_axes: str | tuple[str, ...] | None = None,
     ) -> Residual:
-        """Returns the stream that carries the scale of its gradient."""
+        """Returns `x` as a `Stream`, in which the gradient comes with its scale."""
         check_dtype("the residual stream", x.dtype, WIDE)
         return Stream.of(x, batch_shards(x, batch_axes))
 
     def attention_in(
         self, params: Params, x: Residual, *, norm: Norm | None, heads: Heads
     ) -> Attended:
-        """Computes queries, keys and values."""
+        """Computes queries, keys and values; see `Recipe.attention_in`."""
         # A wrapper such as `fp8_remat` saves its own copies of q, k and v. Steps before
         # attention compute others, which attention saves itself.
         saves = self.attention is identity and heads.context is None
@@ -96,7 +96,7 @@ class Fp8Recipe(Recipe):
         attention: Attention = LLAMA_ATTENTION,
         local: Array | None = None,
     ) -> Residual:
-        """Computes attention and the output projection."""
+        """Computes attention and the output projection; see `Recipe.attention_out`."""
         params = dict(params)
         of_heads = params.pop("heads", None)
         # Within the wrapper of attention the inputs of the steps are all that is saved.
@@ -122,7 +122,7 @@ class Fp8Recipe(Recipe):
         gate: Activation = "silu",
         out_norm: Norm | None = None,
     ) -> Residual:
-        """Computes the gated MLP."""
+        """Computes the gated MLP and the residual sum; see `Recipe.gated_mlp`."""
         return flow.gated_mlp(params, x, norm, gate)
 
     @property
@@ -141,7 +141,7 @@ class Fp8Recipe(Recipe):
         batch_axes: str | tuple[str, ...] | None = None,
         sent: bool = True,
     ) -> tuple[Residual, Shares]:
-        """Computes the experts of each token."""
+        """Computes the experts of each token; see `Recipe.experts`."""
         axis = ExpertAxis.of(params, x.x, batch_axes, experts, sent)
         return expert_flow.experts_mlp(params, x, norm, gate, experts, axis)
 
@@ -201,8 +201,7 @@ _COMPOSED: dict[RecipeName, Recipe] = {
 def recipe_of(name: RecipeName | Recipe, placement: NormPlacement = "before") -> Recipe:
     """Returns the recipe that computes layers with norms in some places.
 
-    A recipe in the place of a name is returned as it is; `coat_jax.models.lora` has
-    such recipes.
+    A recipe, such as `coat_jax.models.lora` has, is returned as it is.
 
     The segments of the FP8 flow begin with a norm and end with a residual sum. Layers
     with norms on outputs, as OLMo 2 and Gemma have, are composed with `fp8_dot_general`

@@ -89,9 +89,8 @@ def finished(
 def over_shards(fn: Callable[[Array], Any], stream: Stream) -> Any:
     """Applies a function of tokens [b, s, h] to each shard of a stream.
 
-    The first axes of its results are of tokens or of anything else that every shard has
-    of its own. The shards' results follow one another there, as `by_shards` splits
-    them.
+    The results' first axis is the batch, or counts something else that each shard has
+    of its own. The results of the shards are concatenated along this axis.
     """
     if not stream.scale.ndim:
         return fn(stream.x)
@@ -111,7 +110,7 @@ def _over_shards(run: Callable, mapped: tuple, residuals: Any, cotangents: Any) 
 
 @jax.custom_vjp
 def leave(stream: Stream) -> Float[Array, "b s h"]:
-    """Returns the residual stream [b, s, h] behind the last segment.
+    """Returns the residual stream [b, s, h] after the last segment.
 
     Backward computes the scales of the stream's gradient.
     """
@@ -151,12 +150,12 @@ def _merged(x: Array | Stream) -> Any:
 
 
 def _axes(x: Array | Stream) -> Any:
-    """Returns the axes over which `vmap` maps; shards share the token."""
+    """Returns `vmap`'s `in_axes` for an array or a stream; shards share the token."""
     return Stream(0, 0, None) if isinstance(x, Stream) else 0
 
 
 def _finished(gradient: Any, param: Any) -> Any:
-    """Returns a parameter's gradient in its form and dtype."""
+    """Returns a parameter's gradient in the parameter's shape and dtype."""
     gradient = jax.tree.map(_stacked, gradient, is_leaf=_is_list)
     return gradient.astype(param.dtype) if hasattr(param, "dtype") else gradient
 
@@ -170,7 +169,7 @@ def _is_list(x: Any) -> bool:
 
 
 def _map(fn: Callable, tree: Any) -> Any:
-    """Maps over the arrays and streams of a tree."""
+    """Applies `fn` to each array and each stream of a tree."""
     return jax.tree.map(fn, tree, is_leaf=_is_stream)
 
 

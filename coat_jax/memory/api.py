@@ -45,8 +45,8 @@ def estimate_memory(
 
     No GPU is needed: the step is traced and nothing is computed. Parameters, gradients,
     the optimizer's state and saved activations are exact. The rest follows from a model
-    of what XLA writes to memory and when (`coat_jax.remat.liveness`). It does not know
-    gaps between arrays, and not what libraries allocate for themselves. On a mesh XLA
+    of what XLA writes to memory and when (`coat_jax.remat.liveness`). It does not count
+    gaps between arrays, nor what libraries allocate for themselves. On a mesh XLA
     gathers the weights of "bf16" and "te", with buffers that are not counted; for "te"
     it also keeps a transposed copy of the shards of gate and up. Peaks of these are 2%
     to 6% higher. experiments/results/estimate has measured peaks and their predictions.
@@ -171,7 +171,7 @@ def largest_batch(
 
 
 def _within_axis[Result](name: str, size: int, fn: Callable[[], Result]) -> Result:
-    """Returns `fn()`, called where programs are traced for a device of a mesh axis."""
+    """Returns `fn()`, called within a mesh axis `name` of `size` devices."""
     results = []
 
     def call() -> tuple[()]:
@@ -183,7 +183,7 @@ def _within_axis[Result](name: str, size: int, fn: Callable[[], Result]) -> Resu
 
 
 def default_optimizer(recipe: recipes.RecipeName) -> optax.GradientTransformation:
-    """Returns the optimizer of a recipe; float32 moments unless they are FP8."""
+    """Returns a recipe's optimizer, with moments in float32 or in FP8."""
     tx = recipes.RECIPES[recipe].optimizer(1e-3)
     if recipes.RECIPES[recipe].optimizer is not optax.adamw:
         return tx

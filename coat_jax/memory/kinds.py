@@ -15,7 +15,7 @@ class Kinds:
 
     Attributes:
       parameters: The GPU's shards of the parameters.
-      gradients: The GPU's shards of their gradients, as far as they exist.
+      gradients: The GPU's shards of the gradients that exist.
       optimizer: The GPU's shards of the optimizer's state.
       saved: Activations that are saved for the backward pass.
       workspace: All other arrays of the layers: inputs and results of matmuls and

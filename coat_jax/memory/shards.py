@@ -40,12 +40,12 @@ def axis_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
 
 
 def batch_parts(sizes: dict[str, int]) -> int:
-    """Returns the number of parts of the batch."""
+    """Returns the number of parts that the mesh splits the batch into."""
     return math.prod(sizes.get(name, 1) for name in ("data", "fsdp", "expert"))
 
 
 def local_batch_of(batch: int, sizes: dict[str, int]) -> int:
-    """Returns one GPU's part of the batch.
+    """Returns the number of sequences that one GPU has of a batch.
 
     Raises:
       ValueError: If the mesh does not divide the batch.
@@ -59,7 +59,7 @@ def local_batch_of(batch: int, sizes: dict[str, int]) -> int:
 
 
 def local_length_of(sequence: int, sizes: dict[str, int]) -> int:
-    """Returns one GPU's part of a sequence.
+    """Returns the number of tokens that one GPU has of a sequence.
 
     Raises:
       ValueError: If the mesh does not divide the sequence.
@@ -190,7 +190,7 @@ def checked_shardings(
 
 
 def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
-    """Returns FSDP's shardings of parameters, as far as axes divide them.
+    """Returns FSDP's shardings of parameters; axes that do not divide one are left out.
 
     "fsdp", "expert" and "context" split the last axis but one of every matrix, or the
     experts, and "tensor" heads and the MLP's hidden layer. An axis of a parameter is
@@ -206,7 +206,7 @@ def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def _dividing(mesh: Mesh | AbstractMesh, names: Any, size: int) -> Any:
-    """Returns the first of the mesh axes, as many as divide an array's axis."""
+    """Returns as many of the mesh axes, from the first on, as divide `size`."""
     names = names if isinstance(names, tuple) else (names,)
     while names and size % _size(names, mesh):
         names = names[:-1]

@@ -30,7 +30,7 @@ def estimate_step(
       params: The parameters that one GPU computes with: a pytree of arrays or of
         `jax.ShapeDtypeStruct`.
       *args: The other arguments of the loss.
-      optimizer: The optimizer.
+      optimizer: The optimizer, which updates its arrays in place.
       logits: The shape of the logits that exist at a time; see `chunk_of_logits`.
       whole: The parameters of the model and their shardings, on a mesh.
       gpus: The number of GPUs.
@@ -66,7 +66,7 @@ def estimate_step(
         return tuple(array for array in moment if not is_stack(array))
 
     def is_stack(array: Held) -> bool:
-        """Returns whether only a layer of a stack of gradients exists at a time."""
+        """Returns whether an array is a stack of gradients that is never whole."""
         is_gradient = kind_of(array, logits) == "gradients" and array.index < len(
             layers
         )

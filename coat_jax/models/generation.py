@@ -92,8 +92,8 @@ def generate(
         longest. With one length for several calls they share a compiled program.
 
     Raises:
-      ValueError: If an option is invalid, if a prompt is no sequence of integers, is
-        empty or is longer than `prompt_length`, if a token is not in the vocabulary
+      ValueError: If an option is invalid, if a prompt is not a sequence of integers,
+        is empty or is longer than `prompt_length`, if a token is not in the vocabulary
         (unless its value is unknown, within `jax.jit`), if a temperature above 0 comes
         without a key, or stop strings without the bytes of all tokens.
 
@@ -137,7 +137,7 @@ class _Cache(NamedTuple):
 
     Attributes:
       keys: The keys, after RoPE.
-      values: The values.
+      values: The values, of the same positions.
     """
 
     keys: Float[Array, "layers b length heads d"]
@@ -145,7 +145,7 @@ class _Cache(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """The generation between two tokens.
+    """The state of a generation between two tokens.
 
     Attributes:
       count: The number of tokens that were chosen.

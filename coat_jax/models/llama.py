@@ -113,7 +113,7 @@ class Llama(nnx.Module):
         x: Float[Array, "b s h"],
         segment_ids: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b s h"]:
-        """Computes the final norm's output from embeddings, as `hidden` from tokens."""
+        """Computes the final norm's output from the embeddings that `embed` returns."""
         return self._decoded(x, segment_ids)[0]
 
     def hidden_and_routing(
@@ -149,7 +149,7 @@ class Llama(nnx.Module):
         return recipes.RECIPES[self.config.recipe].norm(norm)(weight, x)
 
     def logits(self, hidden: Float[Array, "*b h"]) -> Float[Array, "*b vocab"]:
-        """Computes logits from what `hidden` returns, or some positions of it."""
+        """Computes logits from the result of `hidden`, at all or at some positions."""
         return logits(hidden, self.head_weight(), self.config.logit_softcap)
 
     def head_weight(self) -> Float[Array, "h vocab"]:
@@ -302,8 +302,8 @@ def training_loss(
       tokens: The input of the model.
       targets: The token that follows each input token.
       weights: The weight of each target in the mean; see `cross_entropy`. Auxiliary
-        losses are of all tokens that the call gets: of microbatches they are not those
-        of the whole batch, because loads differ between microbatches.
+        losses are of the tokens in this call. Their mean over microbatches is not the
+        loss of the whole batch, because loads differ between microbatches.
       segment_ids: The number of each token's document; see `cross_entropy`.
 
     Returns:

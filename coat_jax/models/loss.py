@@ -25,7 +25,7 @@ def weighted_loss(
     shares: Float[Array, "b s"],
     softcap: float | None = None,
 ) -> Float[Array, ""]:
-    """Computes the sum of all tokens' losses, each times its share.
+    """Computes the sum of all tokens' losses, each multiplied by its share.
 
     If it is differentiated, forward computes the gradients of a chunk together with its
     loss, while the chunk's logits exist. They are gradients of the sum already, so that
@@ -61,7 +61,7 @@ def check_shapes(tokens: Int[Array, "b s"], **arrays: Array | None) -> None:
 def token_shares(
     targets: Int[Array, "b s"], weights: Array | None
 ) -> Float[Array, "b s"]:
-    """Returns each token's share of a mean: its weight divided by that of all tokens.
+    """Returns each token's share of a mean: its weight over the sum of all weights.
 
     Without weights all tokens count alike. If all weights are zero, all shares are
     zero.
@@ -132,7 +132,7 @@ def _chunk_loss(
     shares: Array,
     softcap: float | None,
 ) -> Float[Array, ""]:
-    """Computes the sum of a chunk's losses, each times its share."""
+    """Computes the sum of a chunk's losses, each multiplied by its share."""
     scores = logits(hidden, head, softcap)
     # A comparison selects the target's logit, because its gradient fuses with that of
     # the other logits. The gradient of an index is a scatter, which would read and

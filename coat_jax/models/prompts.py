@@ -1,4 +1,4 @@
-"""Checks what generation is given: prompts, temperatures and strings to stop at."""
+"""Checks the inputs of a generation: prompts, temperatures and stop strings."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ Prompts = Sequence[Sequence[int]] | Int[Array, "b p"]
 def temperatures_of(
     temperature: float | Sequence[float] | Array, batch: int
 ) -> tuple[Float[Array, " b"], bool]:
-    """Returns a temperature for each prompt, and whether any token is drawn.
+    """Returns a temperature for each prompt, and whether one may be above 0.
 
     Raises:
       ValueError: If there is not one for each, or one is negative or not finite.
@@ -45,7 +45,7 @@ def stop_transitions(
     """Returns the table of stop strings; None if there are none.
 
     Raises:
-      ValueError: If the bytes of a token are missing, or are no bytes.
+      ValueError: If the bytes of a token are missing, or are not of the type `bytes`.
     """
     if isinstance(strings, str):
         raise ValueError(f"stop_strings must be a list of strings, got {strings!r}")
@@ -103,7 +103,7 @@ def padded_prompts(
 
 
 def _are_known(x: jax.Array | np.ndarray) -> bool:
-    """Returns whether this process knows the values, as it does not while it traces."""
+    """Returns whether an array has values here; a tracer has none."""
     if isinstance(x, jax.core.Tracer):
         return False
     return isinstance(x, np.ndarray) or x.is_fully_addressable
@@ -113,7 +113,7 @@ def _row(prompt: Sequence[int]) -> Int[np.ndarray, " p"]:
     """Returns a prompt as an array.
 
     Raises:
-      ValueError: If it is no sequence of integers.
+      ValueError: If it is not a sequence of integers.
     """
     row = np.asarray(prompt)
     integers = np.issubdtype(row.dtype, np.integer) or not row.size

@@ -52,7 +52,8 @@ class Sampling:
     def masked(self, scores: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
         """Returns the logits with -inf for all tokens that must not be chosen.
 
-        Among equal logits at the border, tokens of smaller numbers are kept.
+        If only some of several equal logits may be kept, the tokens of the smallest
+        numbers keep theirs.
         """
         if self.top_k is None and self.top_p is None:
             return scores

@@ -90,8 +90,8 @@ class Precision:
     Attributes:
       dot_general: The `dot_general` of `nnx.Linear`.
       pointwise: The wrapper of norms and of GELU.
-      segment: The wrapper of a norm with the matmuls behind it.
-      attention: The wrapper of attention and the output projection behind it.
+      segment: The wrapper of a norm with the matmuls after it.
+      attention: The wrapper of attention and the output projection after it.
     """
 
     dot_general: Callable[..., Array]
@@ -289,7 +289,7 @@ def cut(
 
 
 def linear(inputs: int, outputs: int, config: VitConfig, rngs: nnx.Rngs) -> nnx.Linear:
-    """Returns a linear layer whose matmuls are those of the recipe."""
+    """Returns a linear layer with the recipe's matmuls."""
     return nnx.Linear(
         inputs,
         outputs,

@@ -160,7 +160,7 @@ class VisionLanguageModel(nnx.Module):
         return self.text.decode(jnp.where(is_image[..., None], of_images, of_text))
 
     def logits(self, hidden: Float[Array, "*b h"]) -> Float[Array, "*b vocab"]:
-        """Computes logits from what `hidden` returns, or some positions of it."""
+        """Computes logits from the result of `hidden`, at all or at some positions."""
         return self.text.logits(hidden)
 
 
@@ -234,8 +234,8 @@ def check_tokens(
     """Checks that sequences have as many image tokens as their images have embeddings.
 
     Raises:
-      ValueError: If one has not. A compiled function cannot know, so check data on the
-        way to it.
+      ValueError: If a sequence has another number. A compiled function cannot check
+        this, so check data before it gets there.
 
     Examples:
       >>> import numpy as np

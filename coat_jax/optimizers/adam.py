@@ -50,7 +50,7 @@ def scale_by_fp8_adam(
     step, parameter and element. So an average that moves by less than half a code per
     step still moves as it should on average. COAT rounds to nearest, with which such an
     average would stand still: with b2 = 0.999 this happens after gradients have become
-    100 times smaller, or beside an element that was large once. On normally distributed
+    100 times smaller, or near an element that was large once. On normally distributed
     gradients, updates are within 1% of optax's on average. Their error is 9% of their
     size at b2 = 0.999, and 4% at 0.95.
 

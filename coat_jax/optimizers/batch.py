@@ -19,12 +19,11 @@ _LARGEST = 2**22
 
 
 def batches(arrays: Sequence[Any], key: Callable[[int], Hashable]) -> list[list[int]]:
-    """Returns lists of indices of arrays to compute together; large ones are alone.
+    """Returns lists of indices of arrays to compute together; a large one is alone.
 
     Args:
       arrays: The arrays. Arrays on a mesh stay alone, since joining would move them.
-      key: A function from an index to a value. Only arrays with equal values are
-        joined.
+      key: A function of an index. Arrays are grouped if it has equal values for them.
     """
     found: dict[Hashable, list[int]] = {}
     for j, x in enumerate(arrays):
@@ -64,7 +63,7 @@ def starts(counts: Sequence[int]) -> list[Array]:
 def part(
     x: Array, shapes: Sequence[tuple[int, ...]], at: Sequence[Array]
 ) -> list[Array]:
-    """Undoes `join` for arrays of the given shapes, whose groups start at `at`."""
+    """Cuts arrays of these shapes out of a joined array; their groups begin at `at`."""
     group, dtype = x.shape[-1], x.dtype
     x, zero, parts = as_dtype(x, stored_dtype(dtype)), jnp.int32(0), []
     for (*leading, n), start in zip(shapes, at, strict=True):
@@ -77,10 +76,10 @@ def part(
 
 
 def stored_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype as which arrays of `dtype` are cut and joined."""
+    """Returns the dtype in which arrays of `dtype` are joined: uint8 for FP8 codes."""
     return jnp.dtype(jnp.uint8) if dtype.itemsize == 1 else dtype
 
 
 def as_dtype(x: Array, dtype: jnp.dtype) -> Array:
-    """Returns an array whose bits are those of `x`."""
+    """Reinterprets the bits of `x` as an array of `dtype`."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

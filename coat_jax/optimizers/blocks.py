@@ -23,13 +23,13 @@ _BLOCK = 2**20
 
 
 def has_blocks(shape: tuple[int, ...]) -> bool:
-    """Returns whether an array of this shape consists of several blocks."""
+    """Returns whether `adam_in_blocks` cuts an array of this shape into blocks."""
     rows, width = _view(shape)
     return rows > max(1, _BLOCK // width)
 
 
 def _view(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the rows and columns as which `adam_in_blocks` reads an array.
+    """Returns the shape [rows, columns] in which `adam_in_blocks` reads an array.
 
     A row is a group, or the last axis if groups do not divide it.
     """

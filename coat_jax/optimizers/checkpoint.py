@@ -107,7 +107,7 @@ def check_restored(state: Any, like: Any) -> None:
 def _check_each(
     check: Callable, name: str, state: Any, like: Any, is_leaf: Callable
 ) -> None:
-    """Checks that trees have one structure, and each leaf with its place's name."""
+    """Checks that two trees have one structure, and calls `check` for each leaf."""
     check_structure(state, like, name=name, is_leaf=is_leaf)
     tree_map_with_path(
         lambda path, old, new: check(f"{name}{keystr(path)}", new, old),
@@ -118,7 +118,7 @@ def _check_each(
 
 
 def _check_part(name: str, state: Any, like: Any) -> None:
-    """Checks a quantized state, or an array that is in none."""
+    """Checks a quantized state, or an array outside of such states."""
     if not isinstance(like, QuantizedState):
         _check_array(name, state, like)
         return
@@ -165,7 +165,7 @@ def _check_array(name: str, x: Any, like: Any) -> None:
 
 
 def wrong_value(scale: Any, exponent: Any) -> str | None:
-    """Returns a rule that scales or exponents break, with the value; or None."""
+    """Returns the rule that a scale or an exponent breaks, with its value, or None."""
     scale, exponent = _values(scale), _values(exponent)
     if scale is not None:
         scale = scale.astype(np.float32)
@@ -190,9 +190,9 @@ def _is_state(node: Any) -> bool:
 
 
 def _wide(state: QuantizedState) -> Any:
-    """Returns the inner transformation's state in float32.
+    """Returns the inner transformation's state, with averages in float32.
 
-    Arrays are in NNX variables where those of `state` are.
+    Arrays that are in NNX variables in `state` are so in the result, too.
     """
     inner = state.inner_state
     like = jax.tree.map(
@@ -202,7 +202,7 @@ def _wide(state: QuantizedState) -> Any:
 
 
 def _converted(path: Any, like: Any, new: Any) -> Any:
-    """Converts the node at `path` of a state to the form of `like`."""
+    """Converts optax's state at `path` to the quantized state that `like` is."""
     name = f"state{keystr(path)}"
     if not isinstance(like, QuantizedState):
         if _is_state(new):

@@ -18,7 +18,7 @@ from pallas_kernels.ops.adam.reference import LARGEST_NU, inverse_root
 
 
 def dequantized(inner_state: Any, layout: Layout) -> Any:
-    """Returns a state with float32 averages, none divided by a root.
+    """Returns a state in which all averages are float32 and none is divided by a root.
 
     A moment stored as mu / sqrt(nu) is multiplied by sqrt(nu).
 
@@ -48,7 +48,7 @@ def dequantized(inner_state: Any, layout: Layout) -> Any:
 def quantized(
     inner_state: Any, like: Any, layout: Layout, step: Array | None = None
 ) -> Any:
-    """Undoes `dequantized`: stores averages in 8 bits where `like` has them in 8 bits.
+    """Quantizes the averages of a state that `like` has in 8 bits, as `like` has them.
 
     Args:
       inner_state: A state of the inner transformation, in float32.
@@ -93,7 +93,7 @@ def _encoded(
     granularity: PerGroup,
     noise: Array | None,
 ) -> QuantizedArray:
-    """Quantizes a float32 average as its `moment` says."""
+    """Quantizes an average as `moment` says; `over` is the second moment, or None."""
     x = x.astype(jnp.float32)
     if over is not None:
         x = x * inverse_root(over.astype(jnp.float32))

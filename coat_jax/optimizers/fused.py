@@ -86,7 +86,7 @@ def requested_update(
     request: "FusedRequest",
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-    """Computes `fused_update` as a request says."""
+    """Computes `fused_update` with the key and the stacks of a request."""
     tx = optax.with_extra_args_support(tx)
     updates, state = tx.update(grads, state, params, coat_fused=request, **extra_args)
     is_applied = [isinstance(u, Applied) for u in jax.tree.leaves(updates)]
@@ -119,7 +119,7 @@ class FusedRequest:
 
 
 class NotFusedError(ValueError):
-    """Says why an optimizer cannot apply its updates itself."""
+    """Raised if an optimizer cannot apply its updates itself; says why."""
 
 
 class Applied:

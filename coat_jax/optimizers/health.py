@@ -104,7 +104,7 @@ def health_report(
     gradients, an optimizer's state, or activations, such as those that a Flax module
     sows. Arrays that are empty or not floating are left out.
 
-    Statistics are those of codes that the library would compute of the array in a role:
+    Statistics are of the codes that the library would compute of the array in a role:
 
     | role         | format | scale                                    |
     |--------------|--------|------------------------------------------|

@@ -34,7 +34,7 @@ MIN_QUANTIZED_SIZE = 8192
 
 
 class Choices(NamedTuple):
-    """The caller's choices; see `with_quantized_state`."""
+    """The arguments of `with_quantized_state` by which moments are stored."""
 
     moments: Mapping[str, Moment | None]
     quantize_mask: Any
@@ -42,7 +42,7 @@ class Choices(NamedTuple):
     rounding: Rounding
 
     def of(self, record: str, field: str) -> Moment | str | None:
-        """Returns how a field of a state is stored, or "unknown" if nothing says so."""
+        """Returns a field's storage: a `Moment`, None for float32, or "unknown"."""
         if field in self.moments:
             return self.moments[field]
         return KNOWN.get(record, {}).get(field, "unknown")
@@ -121,10 +121,10 @@ def _not_smaller(
 
 
 def _shared(zeros: Callable) -> Callable:
-    """Lets results of `zeros` be the same arrays for parameters of the same type.
+    """Wraps `zeros` to return the same arrays for all parameters of one type.
 
-    This is for tracers alone. Each result of a jitted function has its own memory, and
-    XLA compiles a model's zeros once for all parameters of a shape.
+    It does so for tracers alone. Each result of a jitted function has its own memory,
+    and XLA compiles a model's zeros once for all parameters of a shape.
     """
     known: dict[Any, Any] = {}
 
@@ -140,7 +140,7 @@ def _shared(zeros: Callable) -> Callable:
 
 
 def _float32(x: Any) -> Any:
-    """Returns the type of a parameter as a float32 array."""
+    """Returns the type of a float32 array with a parameter's shape and sharding."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, jnp.float32)
     return jax.typeof(x).update(dtype=jnp.dtype(jnp.float32), weak_type=False)
@@ -159,7 +159,7 @@ def _check_names(moments: Mapping, fields: dict[Path, str]) -> None:
 def _check_zero(inner: Any, params: Any, paths: list[Path]) -> None:
     """Raises ValueError unless the averages at these paths start at zero.
 
-    The paths are those of fields that the caller named and `KNOWN` does not list.
+    The paths are of fields that the caller named and `KNOWN` does not list.
     """
     if not paths:
         return
@@ -191,7 +191,7 @@ def _warn_of(unknown: set[tuple[str, str]]) -> None:
 def _initial(
     program: core.ClosedJaxpr, params: Any, wanted: Sequence[bool]
 ) -> list[Any]:
-    """Returns the wanted results of `inner.init`, and computes no others."""
+    """Computes only those results of `inner.init` for which `wanted` is true."""
     pruned, used = pe.dce_jaxpr(program.jaxpr, wanted)
     fn = core.jaxpr_as_fun(core.ClosedJaxpr(pruned, program.consts))
     given = [x for x, u in zip(jax.tree.leaves(params), used, strict=True) if u]

@@ -30,7 +30,7 @@ _layer: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def layer_of_stacks(layer: Int32[Array, ""]) -> Iterator[None]:
-    """Gives parameters [1, ...] the random bits that they have in stacks of layers.
+    """Makes random bits of a layer [1, ...] equal to its bits in a stack of layers.
 
     Args:
       layer: The index of the parameters' layer in the stacks.
@@ -89,7 +89,7 @@ def _groups(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _groups_before(groups: int) -> Array | np.uint32:
-    """Returns the number of groups in the layers before the current one, or 0."""
+    """Returns how many groups a stack's earlier layers have; see `layer_of_stacks`."""
     layer = _layer.get()
     if layer is None:
         return np.uint32(0)

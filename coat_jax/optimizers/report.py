@@ -290,7 +290,7 @@ def _lost(q: QuantizedArray, rounding: Rounding) -> Float[Array, "..."]:
 
 
 def _of_elements(groups: Float[Array, "..."], q: QuantizedArray) -> Array:
-    """Repeats each group's number for all of the group's elements."""
+    """Repeats each group's number for all elements of the group."""
     return jnp.repeat(groups, q.granularity.size, axis=-1)[..., : q.shape[-1]]
 
 
@@ -303,7 +303,7 @@ def share(where: Bool[Array, "... n"]) -> Float[Array, ""]:
 
 
 def _indices(codes: Array) -> Array:
-    """Returns codes as indices of a table of 256 entries."""
+    """Returns each code's index, 0 to 255, in a table of all codes."""
     return lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
 
 

@@ -103,7 +103,7 @@ def states_in(tree: Any) -> list[QuantizedState]:
 def next_state(state: QuantizedState, inner_state: Any, given: Any) -> QuantizedState:
     """Returns the state after a step.
 
-    Its averages are in NNX variables if the gradients `given` are.
+    Averages are put into NNX variables if the gradients `given` are in such variables.
     """
     boxes = by_path(given, is_leaf=is_box)
     inner_state = in_boxes(inner_state, boxes)

@@ -52,7 +52,7 @@ def _layout_from_dict(target: Layout, state: Any) -> Layout:
 
 
 def _same(found: Any, expected: Any) -> bool:
-    """Returns whether a restored value, of any type, is a number, string or record."""
+    """Returns whether a restored value equals a number, a string or a dict of these."""
     if isinstance(expected, dict):
         return (
             isinstance(found, dict)

@@ -57,7 +57,7 @@ class Adam:
     def transformation(
         self, mu_dtype: DTypeLike | None = None
     ) -> optax.GradientTransformation:
-        """Returns optax's Adam."""
+        """Returns `optax.scale_by_adam` with these hyperparameters."""
         decays, epsilons = (self.b1, self.b2), (self.eps, self.eps_root)
         return optax.scale_by_adam(*decays, *epsilons, mu_dtype, nesterov=self.nesterov)
 
@@ -99,7 +99,7 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, param, learning_rate, decay, salt):
-        """Returns a target, without the salt unless the parameter is bfloat16."""
+        """Returns a target; only bfloat16 parameters keep the `salt`."""
         param = jnp.asarray(param)
         salt = salt if param.dtype == jnp.bfloat16 else None
         return cls(param, learning_rate, decay, salt)
@@ -138,7 +138,7 @@ class Stacks:
         self._stacks = dict(zip(ids, jax.tree.leaves(stacks), strict=True))
 
     def of(self, slices: Any) -> Any:
-        """Returns the stacks of a tree's slices; None if an array is no slice."""
+        """Returns the stacks of a tree's slices; None if an array is not a slice."""
         leaves, treedef = jax.tree.flatten(slices)
         stacks = [self._stacks.get(id(x)) for x in leaves]
         return None if any(x is None for x in stacks) else treedef.unflatten(stacks)

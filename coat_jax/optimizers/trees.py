@@ -22,12 +22,12 @@ _SPECS = ("out_sharding", "sharding_names", "sharding")
 
 
 def is_quantized(leaf: Any) -> bool:
-    """Returns whether a moment is in 8 bits; for `is_leaf=` in trees of moments."""
+    """Returns whether a leaf is a moment in 8 bits; an `is_leaf` of JAX's functions."""
     return isinstance(leaf, QuantizedArray)
 
 
 def is_box(x: Any) -> bool:
-    """Returns whether a node is an NNX variable or a box of Linen; for `is_leaf=`."""
+    """Returns whether a node is an NNX variable or a box of Linen, as an `is_leaf`."""
     return is_variable(x) or isinstance(x, _flax("core.meta", "AxisMetadata"))
 
 
@@ -41,9 +41,9 @@ def _is_partitioned(x: Any) -> bool:
 
 
 def _flax(module: str, name: str) -> tuple[type, ...]:
-    """Returns a class of Flax, or nothing while no module has imported Flax.
+    """Returns a class of Flax in a tuple, which is empty if Flax is not imported.
 
-    An object of Flax is of a class that exists, so the optimizer does not import it.
+    Objects of Flax exist only after its import, so the optimizer does not import it.
     """
     imported = sys.modules.get(f"flax.{module}")
     return () if imported is None else (getattr(imported, name),)
@@ -63,14 +63,14 @@ def unboxed(tree: Any) -> Any:
 
 
 def boxed(tree: Any, like: Any) -> Any:
-    """Undoes `unboxed`: puts arrays into boxes where `like` has boxes."""
+    """Returns a tree with its arrays in boxes where `like` has boxes."""
     return jax.tree.map(
         lambda box, x: _in_box(box, x) if is_box(box) else x, like, tree, is_leaf=is_box
     )
 
 
 def in_boxes(inner_state: Any, boxes: dict[tuple, Any]) -> Any:
-    """Puts the arrays of a state that belong to a boxed parameter into such boxes.
+    """Puts the arrays of a state into boxes like the boxes of their parameters.
 
     Args:
       inner_state: The state.
@@ -91,7 +91,7 @@ def in_boxes(inner_state: Any, boxes: dict[tuple, Any]) -> Any:
 
 
 def _in_box(box: Any, x: Any) -> Any:
-    """Puts an array into a box like `box`, or each array of a quantized moment."""
+    """Puts an array, or each array of a quantized moment, into a box like `box`."""
     if not is_quantized(x):
         return _replaced(box, x)
     scale, exponent = x.scale, x.exponent

@@ -20,7 +20,7 @@ class Graph:
     """A program with the operations that compute and read its variables.
 
     Attributes:
-      program: The program.
+      program: The program, as JAX traced it.
       makers: The operation that computes each variable.
       readers: The operations that read each variable, and the program for its results.
     """
@@ -49,12 +49,12 @@ class Graph:
         variables: Iterable[core.Var],
         eqns: Iterable[core.JaxprEqn],
     ) -> bool:
-        """Returns whether nothing but `eqns` reads some variables."""
+        """Returns whether all readers of `variables` are in `eqns`."""
         readers = {id(eqn) for eqn in eqns}
         return all(id(r) in readers for v in variables for r in self.readers[v])
 
     def following(self, sources: Iterable[core.Var]) -> set[core.Var]:
-        """Returns the variables that follow from `sources` and constants alone."""
+        """Returns the variables that depend on `sources` and constants alone."""
         follow = {*sources, *self.program.constvars}
         for eqn in self.program.eqns:
             if variables(eqn.invars) <= follow and not is_stateful(eqn):
@@ -62,7 +62,7 @@ class Graph:
         return follow
 
     def needed_for(self, results: Iterable[core.Var]) -> set[int]:
-        """Returns the identities of all operations that variables follow from."""
+        """Returns the `id`s of all operations that `results` are computed from."""
         needed, missing = set(), set(results)
         for eqn in reversed(self.program.eqns):
             if not missing.isdisjoint(eqn.outvars):
@@ -131,8 +131,8 @@ def embedded(
       is_call: A function that tells which operations to inline.
 
     Returns:
-      The operations, and new names of the `outvars` with results that are arguments,
-      literals or the same as another one.
+      The operations, and what replaces those `outvars` that no operation computes: an
+      argument, a literal, or another of the `outvars`.
     """
     names: Names = dict(zip(body.invars, invars, strict=True))
     names |= {v: core.Var(v.aval) for eqn in body.eqns for v in eqn.outvars}

@@ -146,7 +146,7 @@ def is_foreign(primitive: core.Primitive) -> bool:
 
 
 def does_work(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is never repeated: it is costly, or stateful."""
+    """Returns whether an operation is costly or stateful, so never repeated."""
     is_never = kind_of(eqn) in (Kind.MATMUL, Kind.STATEFUL)
     return is_never or eqn.primitive.name == "while" or is_foreign(eqn.primitive)
 
@@ -188,7 +188,7 @@ def is_kernel(eqn: core.JaxprEqn) -> bool:
 
 
 def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
-    """Yields all leaf operations, also in nested programs. A while loop is a leaf."""
+    """Yields operations without others inside, at any depth, and while loops."""
     for eqn in eqns:
         bodies = bodies_of(eqn)
         for body in bodies:
@@ -203,7 +203,7 @@ def variables(operands: Iterable[Operand]) -> set[core.Var]:
 
 
 def number_of(literal: core.Literal) -> float:
-    """Returns a number after rounding to its dtype."""
+    """Returns the number of a literal, rounded to the literal's dtype."""
     return float(np.asarray(literal.val, literal.aval.dtype))
 
 

@@ -206,7 +206,7 @@ def quantize_moment(
 ) -> QuantizedArray:
     """Quantizes a moving average with range expansion, so that it can keep moving.
 
-    There are two differences to `quantize`. First, scales stay in float32: an amax in
+    It differs from `quantize` in two ways. First, scales stay in float32: an amax in
     bfloat16 has steps of 0.4%, so an average that moves by 0.1% per step would stall.
     Second, expansion covers at most 40 octaves of a group, so an element that fades
     away costs its neighbours no more precision than that. With a k for each group, no
@@ -229,7 +229,7 @@ def quantize_moment(
 
 
 def _largest(x: Array, granularity: Granularity) -> tuple[Array, Array]:
-    """Returns the amax of each group, and the groups as `_split` shapes them."""
+    """Returns the amax of each group, and the array as `_split` reshapes it."""
     block = granularity.block(x.shape)
     groups = normal(_split(jnp.asarray(x, jnp.float32), block))
     within = tuple(range(1, groups.ndim, 2))
@@ -239,7 +239,7 @@ def _largest(x: Array, granularity: Granularity) -> tuple[Array, Array]:
 def _encoded(
     x, groups, scale, format, granularity, power, own_power, noise, octaves=math.inf
 ) -> QuantizedArray:
-    """Encodes groups, as `_split` shapes them, with the given scales."""
+    """Encodes groups, as `_split` reshapes them, with the given scales."""
     within = tuple(range(1, groups.ndim, 2))
     if noise is not None:
         noise = _split(noise, granularity.block(x.shape))
@@ -368,7 +368,7 @@ def _split(x: Array, block: tuple[int, ...]) -> Array:
 
 
 def _merge(groups: Array, shape: tuple[int, ...]) -> Array:
-    """Undoes `_split` of an array of `shape`."""
+    """Returns the array of `shape` that `_split` has reshaped to `groups`."""
     x = groups.reshape(
         [math.prod(groups.shape[i : i + 2]) for i in range(0, groups.ndim, 2)]
     )
@@ -385,7 +385,7 @@ _BITS = _FLOATS | {bits: name for name, bits in _FLOATS.items()}
 
 
 def scales_as_bits(x: Array) -> Array:
-    """Bitcasts scales to unsigned integers, and these to scales; leaves codes alone.
+    """Bitcasts scales to unsigned integers, or such integers to scales; not codes.
 
     `fp8_remat` saves integers exactly.
     """

@@ -58,11 +58,11 @@ def new_history(guess: Float[Array, ""] | float) -> Float[Array, " length"]:
 
 
 def spread[History](history: History, like: Array) -> History:
-    """Lets a history vary over devices as `like` does, within `shard_map`.
+    """Returns a history that varies over devices as `like` does, within `shard_map`.
 
     `shard_map` would sum the devices' gradients. A history needs their maximum instead.
-    With `check_vma=False` no rule can have an influence on the sum, so that gradients
-    are refused there.
+    With `check_vma=False` no derivative rule can change the sum, so gradients are
+    refused.
     """
     if any(lax.axis_size(name) > 1 for name in array_types.unchecked_axes()):
         return jax.tree.map(_without_gradient, history)

@@ -29,9 +29,9 @@ def value_and_update(
 ) -> Callable[..., tuple]:
     """Computes a loss and the optimizer's step, which runs inside the backward pass.
 
-    It takes the place of `jax.value_and_grad` followed by the optimizer. Each gradient
-    meets its parameter's step as soon as it is complete, and no gradient needs to exist
-    when the step is done. For layers under `coat.scan_layers` and `coat.apply_layer`
+    It takes the place of `jax.value_and_grad` followed by the optimizer. Each parameter
+    is stepped as soon as its gradient is complete, and gradients need not exist after
+    their steps. For layers under `coat.scan_layers` and `coat.apply_layer`
     the gradients of one layer exist at a time: of Llama-2-7B's train state, 12 GiB of
     gradients become 0.4. In torch this is known as the optimizer in backward, or as
     gradient release (LOMO, arXiv 2306.09782).
@@ -66,8 +66,8 @@ def value_and_update(
         matmuls then. None does not clip.
       skip_not_finite: Whether a step leaves parameters and state as they are if the
         loss is not finite, or with `max_norm`, if the norm of the gradients is not.
-        Without `max_norm`, a gradient that is not finite in spite of a finite loss is
-        not noticed before parameters of other layers have changed.
+        Without `max_norm`, a gradient that is not finite although the loss is finite
+        is not noticed before parameters of other layers have changed.
       return_norms: Whether the norms of the gradients, before clipping, are returned,
         as `max_norm` computes them.
 
@@ -83,8 +83,9 @@ def value_and_update(
       - `max_loss`: With `skip_not_finite`, a step with a larger loss is skipped, too.
 
     Raises:
-      TypeError: If `tx` is no optax transformation. The returned function raises it for
-        parameters that are not floating, and for a loss that is no floating scalar.
+      TypeError: If `tx` is not an optax transformation. The returned function raises it
+        for parameters and losses that are not floating, and for a loss that is not a
+        scalar.
       ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
         The returned function raises it for optimizers as above, for a key that `tx`
         has no use for, and for parameters that two layers read.

@@ -184,13 +184,13 @@ def _scanned(program: Jaxpr, count: int) -> set[int]:
 
 
 def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
-    """Checks that the step of a stack's layer is the layer of the stack's step.
+    """Checks that a layer's step is the same by itself as within a stack of layers.
 
     Nothing in a program's types tells whether norms mix layers. So a step of small
     random arrays is computed both ways.
 
     Args:
-      optimizer: The optimizer.
+      optimizer: The optimizer with the parameters of the whole step.
       stacked: The indices of the parameters that are stacks of layers.
 
     Raises:
@@ -203,7 +203,7 @@ def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
 
     @jax.jit
     def both(leaves, first, grads, steps):
-        """Computes a step of the stacks, and of each layer of the stacks."""
+        """Computes the updates of the stacks, and of each layer by itself."""
         tree = params.treedef.unflatten
         small = tree(leaves)
         _, state = optimizer.tx.update(tree(first), optimizer.tx.init(small), small)
@@ -241,9 +241,9 @@ def _check_updates(params: Parameters, updates: Sequence, layers: Sequence) -> N
 
 
 def _draws(shapes: Sequence[Sequence[int]], size: float) -> list[list[np.ndarray]]:
-    """Draws small parameters and gradients of two steps, the second ones of a size.
+    """Draws small parameters, and gradients of two steps; `size` scales the second.
 
-    Layers differ in size, so that both together and one have different norms.
+    Layers differ in magnitude, so that the norm of a stack is not a layer's norm.
     """
     rng, sizes = np.random.default_rng(0), np.float32([1, 8])
 
@@ -262,7 +262,7 @@ def _are_close(actual: np.ndarray, expected: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """The part of one layer in an optimizer's step, to compare with the whole step.
+    """The part of a layer in an optimizer's step, to compare it with the whole step.
 
     Attributes:
       optimizer: The optimizer, with small parameters to try it on.

@@ -22,7 +22,7 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
     layer, steps its parameters, and only then goes on to the layers before it. So the
     gradients of one layer exist at a time. Elsewhere this is `fn(params, x)`.
 
-    Layers of equal shapes that are stacked belong into `coat.scan_layers`.
+    Use `coat.scan_layers` for layers of equal shapes that are stacked.
 
     Args:
       fn: A layer, a function of its parameters and of its input.
@@ -175,7 +175,7 @@ def _depth(stacked: Any) -> int:
 
 
 def _without_partitions(stacked: Any) -> Any:
-    """Takes arrays out of Linen's boxes: a slice has not the axes that a box names."""
+    """Takes arrays out of Linen's boxes: a slice lacks the axes that boxes name."""
 
     def is_box(x):
         return isinstance(x, meta.AxisMetadata)

@@ -22,7 +22,7 @@ class TappedArrays:
       release: The `coat.value_and_update` that is being traced.
       treedef: The structure of the tree of all arrays.
       of: For each array its index among all parameters, or None for one of `extras`.
-      extras: The arrays that are no parameters, or have too few axes.
+      extras: The arrays that are not parameters, or have too few axes.
     """
 
     release: Release
@@ -67,7 +67,7 @@ class TappedArrays:
         return [self.release.states[j] for j in self.indices]
 
     def stored(self, floats: Sequence) -> list:
-        """Returns states in their own dtypes."""
+        """Returns the parameters' states in their dtypes, from states as floats."""
         pairs = zip(self.indices, floats, strict=True)
         return [self.release.params.stored(j, state) for j, state in pairs]
 

@@ -48,7 +48,7 @@ class Clip:
 
 
 class Parameters:
-    """The parameters of a step, the optimizer's state, and what belongs to what.
+    """The parameters of a step, and the optimizer's state of each of them.
 
     Args:
       params: Parameters.
@@ -71,23 +71,23 @@ class Parameters:
         self._owners = [owner for _, owner in owners]
 
     def state_of(self, index: int) -> Nodes:
-        """Returns the state of a parameter."""
+        """Returns the arrays of a parameter's state, a list for each node."""
         owned = zip(self._nodes, self._owners, strict=True)
         return [jax.tree.leaves(node) for node, owner in owned if owner == index]
 
     def stored(self, index: int, floats: Nodes) -> Nodes:
-        """Undoes `as_floats` for the state of a parameter."""
+        """Returns a parameter's state in its dtypes, from what `as_floats` returned."""
         return jax.tree.map(_as_dtype, floats, self._dtypes_of(index))
 
     def tree(self, leaves: Mapping[int, Any]) -> Any:
-        """Returns a tree of the parameters' form, with `MaskedNode` for others."""
+        """Returns the tree of `leaves`, with `MaskedNode` for other parameters."""
         count = range(len(self.leaves))
         return self.treedef.unflatten([leaves.get(j, MASKED) for j in count])
 
     def part_of_state(self, states: Mapping[int, Nodes]) -> optax.OptState:
-        """Returns the state with `MaskedNode` for other parameters' state.
+        """Returns the optimizer's state with `MaskedNode` where `states` has none.
 
-        State of no parameter, such as counts, is as before the step.
+        Nodes that belong to no parameter, such as counts, are as before the step.
         """
         queues = {j: iter(nodes) for j, nodes in states.items()}
         nodes = []
@@ -134,7 +134,7 @@ class Parameters:
     def whole_state(
         self, states: Sequence[Nodes], shared: Sequence[Any]
     ) -> optax.OptState:
-        """Returns a state of all parameters' states and of the nodes of none."""
+        """Returns the optimizer's state of all parameters' states and shared nodes."""
         queues, common = [iter(nodes) for nodes in states], iter(shared)
         nodes = [
             next(common) if owner is None else _like(node, next(queues[owner]))
@@ -244,12 +244,12 @@ def _is_count(node: Any, path: Path, owner: Path, param: Any) -> bool:
 
 
 def _like(node: Any, arrays: Sequence[Array]) -> Any:
-    """Returns a node like `node` that holds the given arrays."""
+    """Returns a node with the structure of `node` that holds `arrays`."""
     return jax.tree.unflatten(jax.tree.structure(node), arrays)
 
 
 def as_floats(states: Any) -> Any:
-    """Returns states as floating arrays of the same bits, which cotangents must be."""
+    """Reinterprets states as floating arrays, because cotangents must be floating."""
 
     def as_float(x):
         if x.dtype == bool:  # It has no bits that could be cast.

@@ -17,7 +17,7 @@ from coat_jax.release.taps import Release
 
 
 class SavedArrays:
-    """The arrays that the backward pass of a layer needs, by where they come from.
+    """The arrays that the backward pass of a layer needs, by their origin.
 
     A vjp is a pytree. Its arrays that are the layer's parameters are read from the
     stacks again, and those that are the same for all layers are passed once. The others
@@ -45,7 +45,7 @@ class SavedArrays:
                 saved.append(x)
 
     def vjp(self, params: Any, by_layer: Sequence[Array], constants: Sequence) -> Any:
-        """Returns the vjp of a layer."""
+        """Returns the vjp function of a layer, with these arrays in it."""
         arrays = {
             "params": jax.tree.leaves(params),
             "by_layer": by_layer,
@@ -144,7 +144,7 @@ class Scan:
 
 
 def _zeros(arrays: Sequence[Any]) -> list:
-    """Returns a zero cotangent for each floating array, and leaves out the others."""
+    """Returns a zero cotangent for each of the arrays that are floating."""
     floating = (x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact))
     return list(map(jnp.zeros_like, floating))
 

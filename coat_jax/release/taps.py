@@ -43,7 +43,7 @@ class Release:
       states: Their states, as floats.
       sums: The differentiated array that stands for the sums of squares, one for each
         parameter.
-      taps: The tap of each parameter.
+      taps: Each parameter after its tap.
       trace: The trace that the taps are made in.
       readers: What computed the gradient of each parameter in the last backward pass.
       stacked: The parameters that are stacks of layers.
@@ -61,7 +61,7 @@ class Release:
     stacked: set[int] = dataclasses.field(default_factory=set)
 
     def tapped(self) -> Any:
-        """Returns the parameters' tree of taps."""
+        """Returns the tree of parameters after their taps."""
         self.trace = versions.current_trace()
         self.taps = [
             _tap(self, j)(leaf, state, self.sums)
@@ -80,12 +80,12 @@ class Release:
         return self.trace == versions.current_trace()
 
     def indices(self, arrays: Sequence[Any]) -> list[int | None]:
-        """Returns the index of the parameter that each array is the tap of, or None."""
+        """Returns each array's index among the tapped parameters, or None."""
         index = {id(tap): j for j, tap in enumerate(self.taps)}
         return [index.get(id(x)) for x in arrays]
 
     def claim(self, indices: Sequence[int], reader: str) -> None:
-        """Notes what computes the gradients of parameters.
+        """Records what computes the gradients of parameters.
 
         Raises:
           ValueError: If something else has computed the gradient of one.

@@ -21,7 +21,7 @@ _CLASSES: WeakValueDictionary[Any, type] = WeakValueDictionary()
 def cached_class(
     subclass: Callable[[], type], cls: type, options: Options, wrap: Wrap | None
 ) -> type:
-    """Returns the subclass of a class for these options, which have no key."""
+    """Returns `subclass()`, or its earlier result for these arguments without a key."""
     if options.key is not None:
         return subclass()
     try:
@@ -36,7 +36,7 @@ def cached_class(
 def members_of(
     cls: type, methods: dict[str, Callable], rebuild: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """Returns the members of a subclass that has the name of `cls` and other methods.
+    """Returns the members of a subclass with the name of `cls` and these methods.
 
     Its objects unpickle as `rebuild[0](*rebuild[1:], state)`.
     """

@@ -67,7 +67,7 @@ class Known(NamedTuple):
 
     @classmethod
     def of_number(cls, literal: core.Literal) -> "Known":
-        """Describes a number of a program."""
+        """Returns what is known of a number in a program."""
         value = np.asarray(literal.val)
         if value.ndim or not jnp.issubdtype(literal.aval.dtype, jnp.floating):
             return cls()
@@ -89,7 +89,7 @@ class Errors:
         normalized: Container[core.Var],
         group: int,
     ):
-        """Describes a program.
+        """Prepares to follow errors through a program.
 
         Args:
           makers: The operation that computes each variable.

@@ -6,16 +6,16 @@ last one that reads them:
 - Matmuls, kernels, reductions, gathers, scatters and loops write arrays. Every other
   operation is fused with its readers, and its result is written only if a matmul, a
   kernel or a loop reads it. Reshapes and transposes are views.
-- Operations run in the program's order. Only in the body of a loop those run first that
-  the next iteration needs. XLA puts the others after them. In a backward pass these are
-  the matmuls of weights' gradients.
+- Operations run in the program's order, except in the body of a loop: there XLA runs
+  the operations that the next iteration needs first. In a backward pass the matmuls
+  of weights' gradients come last.
 - The stacked results of a loop exist before it starts. Slices of its stacked operands
   are copied, unless they are fused with their readers.
 - A matmul writes its result in 16 bits if its only reader rounds it to them.
 - A fused operation, or a loop, writes to the memory of an operand of the same size that
   nothing reads later.
 
-Arguments count nothing here. The sum of the sizes of all arrays that exist at a time is
+Arguments are not counted. The sum of the sizes of all arrays that exist at a time is
 what an allocator without gaps would need.
 """
 
@@ -45,8 +45,8 @@ class Held:
     Attributes:
       shape: The shape.
       dtype: The dtype.
-      nbytes: The bytes that it counts; none for arguments.
-      role: The role.
+      nbytes: The bytes that it counts; 0 for arguments.
+      role: What the array is for in a step, such as "saved" for the backward pass.
       index: The index among all gradients, for outputs.
     """
 
@@ -259,7 +259,7 @@ class _Program:
         self._keep_products(eqn.outvars)
 
     def _keep_products(self, variables: Sequence[core.Var]) -> None:
-        """Keeps variables with one reader among the products."""
+        """Discards products that have more than one reader."""
         for var in variables:
             if self._readers.get(var, 0) > 1 and var in self.values:
                 self._products.discard(self.values[var].held)

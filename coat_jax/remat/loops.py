@@ -10,7 +10,7 @@ from pallas_kernels import versions
 
 
 def equal_stacks(program: core.Jaxpr) -> Names:
-    """Returns the first of equal results of a loop, for each of the others.
+    """Returns a map from each repeated result of a loop to the first equal one.
 
     Results are equal if a loop stacks an array, and the array with a mark such as a
     name or a sharding constraint. JAX saves both if backward operations read both.

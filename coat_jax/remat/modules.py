@@ -70,7 +70,7 @@ def nnx_class(
 def _unpickled(
     cls: type[nnx.Pytree], options: Options, wrap: Wrap | None, state: dict[str, Any]
 ) -> nnx.Pytree:
-    """Returns the module that was pickled; its class has no name of its own."""
+    """Makes a module from its pickled `state`; its class cannot be found by name."""
     module = object.__new__(nnx_class(cls, options, wrap))
     module.__setstate__(state)
     return module
@@ -80,9 +80,9 @@ def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callab
     """Applies `fp8_remat` to a function that may change NNX objects it is called with.
 
     The variables of the objects are parameters. Changes to the objects are written back
-    to the caller's objects: values, new variables and static attributes. The exception
-    are values of `nnx.Param` variables. The object of a bound method, and arguments
-    that `functools.partial` has bound, count as arguments if one is a Flax object.
+    to the caller's objects: values, new variables and static attributes, but not values
+    of `nnx.Param` variables. The object of a bound method, and arguments that
+    `functools.partial` has bound, count as arguments if one is a Flax object.
     """
     function, bound, keywords = unbound(fn)
     if any(map(_is_flax, jax.tree.leaves((bound, keywords), is_leaf=_is_flax))):
@@ -109,7 +109,7 @@ def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callab
 
 
 def unbound(fn: Callable) -> tuple[Callable, tuple[Any, ...], dict[str, Any]]:
-    """Returns a function with the arguments that are bound to it."""
+    """Returns a function without bound arguments, and the arguments bound to it."""
     if isinstance(fn, types.MethodType):
         return fn.__func__, (fn.__self__,), {}
     if type(fn) is partial:
@@ -187,14 +187,14 @@ def _updating(
 
 
 class _Paths:
-    """The paths, among a user's arguments, of the arguments of `_pure`."""
+    """A map from paths in the arguments of `_pure` to paths in the user's arguments."""
 
     def __init__(self, paths: Sequence[Any], nodes: Sequence[bool]):
         self._nodes = [path for path, node in zip(paths, nodes, strict=True) if node]
         self._others = [p for p, node in zip(paths, nodes, strict=True) if not node]
 
     def positions(self, argnums: Collection[int]) -> list[int]:
-        """Returns the positions that belong to positional arguments of the user."""
+        """Returns which arguments of `_pure` are of the user's arguments `argnums`."""
         return [
             position + 2
             for position, (group, argument, *_) in enumerate(self._others)
@@ -209,7 +209,7 @@ class _Paths:
 
 
 def _pure(structure: _Arguments, params: Any, state: Any, *leaves: Any) -> Any:
-    """Calls a function of NNX objects, and returns what it changes of them, too."""
+    """Calls a function of NNX objects; also returns what it has changed in them."""
     with nnx.merge_context(_CONTEXT, inner=True) as context:
         inner = context.merge(structure.graph, params, state)
     before_graph = nnx.graphdef(inner)

@@ -15,11 +15,11 @@ KEPT = 64
 
 
 def outlined(fn: Callable) -> Callable:
-    """Returns `fn` as a function that is traced once per types of its arguments.
+    """Wraps `fn` so that it is traced once for each combination of argument types.
 
-    In a program it is one jitted call. Results that are arguments, or equal to another
-    result, are no results of that call, because a loop would stack them once more. `fn`
-    runs as it is where nothing is traced to a program. It closes over no tracers.
+    In a program it is one jitted call. The call returns neither its arguments nor one
+    result twice, because a loop would stack them once more. `fn` is called directly
+    where no program is traced. It must close over no tracers.
     """
     called, jitted = functools.lru_cache(maxsize=KEPT)(_called), jax.jit(fn)
 
@@ -37,7 +37,7 @@ def outlined(fn: Callable) -> Callable:
 
 
 def _called(jaxpr: core.ClosedJaxpr, name: str) -> Callable[[Sequence[Any]], list[Any]]:
-    """Returns a function that calls a program, and gives its results."""
+    """Returns a function that calls a program and returns its results."""
     program = jaxpr.jaxpr
     inputs = {*program.invars, *program.constvars}
     computed = dict.fromkeys(

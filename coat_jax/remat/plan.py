@@ -70,7 +70,7 @@ class Options:
             object.__setattr__(self, "key", self._typed_key())
 
     def after(self, rewrite: Rewrite) -> "Options":
-        """Returns the options with a rewrite before the others."""
+        """Returns the options with `rewrite` before the other rewrites."""
         return dataclasses.replace(self, rewrites=(rewrite, *self.rewrites))
 
     def _typed_key(self) -> jax.Array:
@@ -153,7 +153,7 @@ class Plan:
       kept: One entry per residual. An index says that the residual is that argument, or
         constant, and "recompute" that backward computes it. `Wide` and `Copy` say that
         it is saved, as it is or as an FP8 copy.
-      extras: The arrays that are saved besides residuals.
+      extras: The arrays that are saved in addition to residuals.
       needed: Whether the backward pass reads each constant of the forward program and
         then each argument. They are kept by reference and take no memory of their own.
       recompute: The function that takes the constants and arguments (None if not
@@ -173,7 +173,8 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     """Decides how each residual is saved.
 
     `is_param` has one entry per argument: True for parameters. Constants of the forward
-    program, which derivative rules bring along, are parameters before the arguments.
+    program, which derivative rules may add, come before the arguments and count as
+    parameters.
     """
     program = written_out(traced.forward.jaxpr)
     is_param = [True] * len(program.constvars) + [*is_param]
@@ -307,7 +308,7 @@ def _derive(
 
 
 def _is_source(choice: Any) -> bool:
-    """Returns whether the array is saved on the device, to recompute others from."""
+    """Returns whether other arrays may be recomputed from an array saved this way."""
     in_loop = isinstance(choice, Wide) and choice.reason == _IN_LOOP
     return _is_saved(choice) and not choice.offloaded and not in_loop
 
@@ -354,7 +355,7 @@ def _restricted(
 
 
 def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
-    """Returns the variables that depend on an input other than a parameter.
+    """Returns the variables that depend on an input that is not a parameter.
 
     Results of loops are left out, because some may depend on parameters alone.
     """

@@ -84,7 +84,7 @@ def linearize_by_policy(
 
 
 def with_maxima_saved(program: core.Jaxpr) -> core.Jaxpr:
-    """Returns a program of which the policies save maxima of codes, too.
+    """Returns a program in which the policies also save the amaxes of codes.
 
     These are the policies of `jax.checkpoint`, in nested programs as well.
     """
@@ -126,7 +126,7 @@ def _saved_on_device(policy: Policy) -> Policy:
 
 
 def _saving_maxima(policy: Policy | None) -> Policy | None:
-    """Returns a policy that saves the maxima of which scales are computed, too.
+    """Returns a policy that also saves the amaxes from which scales are computed.
 
     Codes that a policy saves, and products of codes, have the scales of the forward
     pass. The amax of a copy may have another one: scales are powers of two, and
@@ -156,12 +156,12 @@ def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:
 
 
 def _of_users(primitive: core.Primitive) -> core.Primitive:
-    """Returns the primitive that users know: of a gather, what `gathers` replaced."""
+    """Returns the primitive that users know: `gather` for the one of `gathers`."""
     return lax.gather_p if primitive is rows_p else primitive
 
 
 def _offloads_in_bodies(policy: Policy, program: core.Jaxpr) -> bool:
-    """Returns whether a policy offloads arrays of a loop's body, or another one's."""
+    """Returns whether a policy offloads an array within an operation, as in a loop."""
     return any(
         offloads(policy, eqn) or _offloads_in_bodies(policy, body)
         for outer in program.eqns

@@ -30,7 +30,7 @@ def is_pytree_module(x: Any) -> bool:
 
 
 def is_pytree(x: Any) -> bool:
-    """Returns whether JAX flattens an object, so that it is no leaf."""
+    """Returns whether JAX flattens an object, so that it is not a leaf."""
     return not jax.tree_util.all_leaves([x])
 
 
@@ -40,7 +40,7 @@ def pytree_module(module: Any, options: Options, wrap: Wrap | None = None) -> An
     It is an object of a subclass. All arrays of the module are parameters.
 
     Args:
-      module: The module.
+      module: A callable pytree with arrays.
       options: The options of `fp8_remat`.
       wrap: Wraps all methods that users call. By default `over_nodes` wraps `__call__`.
 
@@ -91,7 +91,7 @@ def _subclass(cls: type, options: Options, wrap: Wrap | None) -> type:
 def _unpickled(
     cls: type, options: Options, wrap: Wrap | None, attributes: dict[str, Any]
 ) -> Any:
-    """Returns the module that was pickled; its class has no name of its own."""
+    """Makes a module from its pickled attributes; its class cannot be found by name."""
     return pytree_module(_new(cls, attributes), options, wrap)
 
 
@@ -108,7 +108,7 @@ def _new(cls: type, attributes: dict[str, Any]) -> Any:
 
 
 def _register(cls: type, light: type) -> None:
-    """Makes JAX take objects of `light` apart as it does objects of `cls`."""
+    """Registers `light` as a pytree that JAX flattens like `cls`."""
 
     def flatten_with_keys(x):
         children, tree = one_level(recast(x, cls))
@@ -127,5 +127,5 @@ def _register(cls: type, light: type) -> None:
 
 
 def one_level(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """Returns the children of a pytree with their paths, and how to put them back."""
+    """Returns the children of a pytree with their paths, and the tree structure."""
     return jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)

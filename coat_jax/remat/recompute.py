@@ -88,7 +88,7 @@ class Derivation:
         return saved
 
     def compute(self, var: core.Var, copies: frozenset[core.Var]) -> None:
-        """Adds `var`, which a kernel computes from FP8 copies, and what follows."""
+        """Adds `var`, computed from `copies` by a kernel, and what follows from it."""
         self.known |= self._following(var, Known(0, False, copies))
 
     def copy(
@@ -179,7 +179,7 @@ class Derivation:
         Args:
           eqn: The operation.
           position: The index of the result among the operation's.
-          following: Arrays that count as known besides `known`.
+          following: Arrays that count as known in addition to `known`.
         """
         if not is_cheap(eqn):
             return None

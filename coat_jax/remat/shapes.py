@@ -44,8 +44,8 @@ def _is_short(aval: jax.core.ShapedArray) -> bool:
 def merged_axes(aval: jax.core.ShapedArray) -> tuple[int, ...]:
     """Returns the lengths of the last axes that a copy merges, or ().
 
-    An example are the probabilities of attention [batch, queries, keys, heads], which
-    are as large as in the order [batch, heads, queries, keys].
+    For example, attention's probabilities [batch, queries, keys, heads] then take as
+    many bytes as in the order [batch, heads, queries, keys].
     """
     *leading, last = aval.shape
     if last == 1 or not _is_short(aval):

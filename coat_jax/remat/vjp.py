@@ -86,7 +86,7 @@ class _Call:
       is_array: True for each leaf of `arguments` that is an array.
       static: The leaves that are not arrays.
       params: The positions of the arguments that are parameters.
-      path_of: The path that a rewrite sees, of a path in `arguments`.
+      path_of: A function from a path in `arguments` to the path that a rewrite sees.
     """
 
     fn: Callable
@@ -144,7 +144,7 @@ _current: contextvars.ContextVar[_Call] = contextvars.ContextVar("call")
 
 
 def _flat_function() -> Callable:
-    """Returns a new function of the arrays of the current call."""
+    """Returns a new function that applies the current call to arrays."""
 
     def flat(*arrays):
         return _current.get()(*arrays)
@@ -235,7 +235,7 @@ def _with_fp8_residuals(
     constants: int,
     outline: Callable[[Callable], Callable],
 ) -> Callable:
-    """Returns `fn`, a function to a list of arrays, with a backward that reads FP8.
+    """Returns `fn`, a function to a list of arrays, with FP8 residuals.
 
     The first argument of the result is the key of stochastic rounding, or None. The
     arguments of `fn` follow; the first `constants` of them have no gradients. `outline`
@@ -316,7 +316,7 @@ def _with_fp8_residuals(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Nothing:
-    """Stands for the cotangent of an array of integers, which has no elements."""
+    """A placeholder for the cotangent of an integer array, which has no elements."""
 
     shape: tuple[int, ...]
 
@@ -372,12 +372,12 @@ def _fp8_copy(
 
 
 def _placed(x: jax.Array, way: Copy | Wide) -> jax.Array:
-    """Returns an array where it waits for the backward pass."""
+    """Returns an array on the host if it is offloaded, and unchanged otherwise."""
     return jax.device_put(x, jax.memory.Space.Host) if way.offloaded else x
 
 
 def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
-    """Passes two trees of arrays through one optimization barrier.
+    """Makes `saved` available only after `cotangents`, by an optimization barrier.
 
     Without it XLA may dequantize the copies of all layers before backward starts.
     """
@@ -386,5 +386,5 @@ def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
 
 
 def _with_bits(q: QuantizedArray) -> QuantizedArray:
-    """Returns the array with its scales as bits, or with the scales of these bits."""
+    """Returns `q` with its scales as integers, or with such integers as scales."""
     return dataclasses.replace(q, scale=scales_as_bits(q.scale))

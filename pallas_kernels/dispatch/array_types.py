@@ -75,8 +75,8 @@ def varying_alike[Tree](tree: Tree, like: Any = None) -> Tree:
     These are the devices over which some of `like` vary, by default some of the tree.
 
     There an array's type says over which mesh axes its values differ (unless
-    `check_vma=False`). Arguments of a `custom_vjp` have to be alike, because so are the
-    gradients that it returns. JAX then adds up the gradients of those that were not.
+    `check_vma=False`). All arguments of a `custom_vjp` must vary over the same axes,
+    because the gradients that it returns do. JAX adds up gradients where needed.
     """
     leaves = jax.tree.leaves(tree if like is None else like)
     axes = frozenset().union(*map(varying_axes, leaves))

@@ -24,7 +24,7 @@ class Axes:
       gathered: Whether the array's last axis may be split further than its name. Then
         the operation gets these parts gathered, one after another along the first axis,
         which has one element before. Gathered along the last axis they would have to be
-        copied once more, since they are no contiguous memory there.
+        copied once more, since they are not contiguous in memory there.
       added: Whether the operation adds the array to a result. Where that is a sum over
         devices, one of them adds the array, and the others add zeros.
     """
@@ -51,7 +51,7 @@ class Axes:
         return groups
 
     def mapped(self, name: str) -> "Axes":
-        """Returns the axes with one in front, over which `vmap` maps."""
+        """Returns these axes after an axis `name`, over which `vmap` maps."""
         return dataclasses.replace(self, names=f"{name} {self.names}", gathered=False)
 
 
@@ -80,12 +80,12 @@ def grouped(count: int, n: int, group: int) -> tuple[Axes, Axes]:
 
 
 def alike(x: Array) -> Axes:
-    """Returns axes that arrays share if their lengths are equal, for maxima."""
+    """Returns axes named by their lengths, so that arrays of one shape share them."""
     return Axes(" ".join(f"a{j}x{length}" for j, length in enumerate(x.shape)))
 
 
 def as_it_is(x: Array) -> Axes:
-    """Returns the axes of an array that the operation does not read."""
+    """Returns the axes of an array that may be split in any way, as it is not read."""
     return Axes(" ".join(f"own{j}" for j in range(x.ndim)), own=True)
 
 

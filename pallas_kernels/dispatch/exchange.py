@@ -23,9 +23,9 @@ def total(x: Array) -> Array:
 
 
 def ready(number: Array, x: Array) -> Array:
-    """Returns `number`, which depends on `x` so that `x` is computed before.
+    """Returns `number`, but only after `x` has been computed.
 
-    On a mesh it depends on each device's own part of `x`. Both may have any shape.
+    On a mesh each device waits for its own part of `x`. Both may have any shape.
     """
     operation = _Ready()
     if mesh_of((number, x)) is None:
@@ -35,7 +35,7 @@ def ready(number: Array, x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Ready:
-    """`ready`, on each device's own part."""
+    """The operation of `ready`, on each device's own part."""
 
     name: ClassVar[str] = "ready"
 
@@ -54,7 +54,7 @@ class _Ready:
 
 @dataclasses.dataclass(frozen=True)
 class _Total:
-    """`total`, of which each device computes its own part."""
+    """The operation of `total`, of which each device computes its own part."""
 
     name: ClassVar[str] = "total"
 

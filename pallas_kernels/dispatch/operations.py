@@ -164,7 +164,7 @@ class Operation(abc.ABC):
         """Returns the axes of arrays and of results, trees like them or prefixes."""
 
     def slower(self, *arrays: Any) -> str | None:
-        """Returns why the kernel does not run unless it is named, or None."""
+        """Returns why the kernel runs only if it is named, although it can; or None."""
         del arrays
         return None
 
@@ -239,7 +239,7 @@ def warn_once(message: str) -> None:
 
 
 def _against_kernels(arrays: tuple) -> list[str]:
-    """Returns why the reference runs by default; empty if the kernel can."""
+    """Returns the reasons why the reference runs by default; none if the kernel can."""
     if not devices.has_hopper():
         device = devices.default_device()
         capability = getattr(device, "compute_capability", None)
@@ -258,7 +258,7 @@ def _against_kernels(arrays: tuple) -> list[str]:
 
 
 def _described(arrays: tuple) -> tuple[str, ...]:
-    """Returns the dtypes and shapes of the arrays that are no scalars."""
+    """Returns the dtypes and shapes of the arrays that are not scalars."""
     return tuple(
         f"{x.dtype}[{','.join(map(str, x.shape))}]"
         for x in jax.tree.leaves(arrays)

@@ -29,7 +29,7 @@ class Call:
     """An operation and the axes of all arrays that one call takes and returns.
 
     Attributes:
-      operation: The operation.
+      operation: The operation that is called.
       operands: The axes of the arrays that it takes.
       results: The axes of its results.
       single: The names of axes of length 1.
@@ -53,11 +53,11 @@ class Call:
         return dataclasses.replace(call, single=single), out
 
     def reference(self, arrays: tuple) -> Any:
-        """Computes the operation in jnp, with one element for each amax."""
+        """Computes the operation in jnp, and reduces each amax to one element."""
         return self._with_amax(self.operation.reference(*arrays))
 
     def on_one_device(self, arrays: tuple) -> Any:
-        """Computes the operation with its kernel, with one element for each amax."""
+        """Computes the operation with its kernel; each amax becomes one element."""
         return self._with_amax(self.operation.kernel(*arrays))
 
     def part(
@@ -84,7 +84,7 @@ class Call:
         return tree.unflatten(complete)
 
     def _gathered(self, arrays: tuple, split: Mapping, operand_specs: Specs) -> tuple:
-        """Returns the arrays. An array in more parts than its names say is gathered."""
+        """Gathers the parts of arrays that are split further than their names say."""
         leaves, tree = jax.tree.flatten(arrays)
         for j, (axes, spec) in enumerate(
             zip(self.operands, operand_specs, strict=True)
@@ -94,7 +94,7 @@ class Call:
         return tree.unflatten(leaves)
 
     def _added_once(self, arrays: tuple, split: Mapping) -> tuple:
-        """Returns the arrays, with the accumulator of a sum on one device alone."""
+        """Returns the arrays, with zeros for the accumulator on all devices but one."""
         leaves, tree = jax.tree.flatten(arrays)
         for j, axes in enumerate(self.operands):
             if axes.added and (summed := _missing(axes, split)):
@@ -117,7 +117,7 @@ class Call:
         Args:
           sizes: The sizes of the mesh's axes.
           shapes: The shapes of operands and results.
-          specs: Their partition specs, as far as they are known.
+          specs: Their partition specs; unknown ones may be missing at the end.
         """
         unsplit = self._whole()
         lengths, requested = self._lengths(shapes), {}
@@ -157,7 +157,7 @@ class Call:
         return specs
 
     def on_explicit_axes(self, run: Callable, arrays: tuple, out: Any) -> Any:
-        """Calls `run(arrays)` with explicit mesh axes, if there are any, left to XLA.
+        """Calls `run(arrays)` with any explicit mesh axes made automatic.
 
         `out` has the shapes of the results.
         """
@@ -174,7 +174,7 @@ class Call:
         return jax.sharding.auto_axes(run, axes=axes, out_sharding=results)(arrays)
 
     def rule(self) -> tuple[str, dict[str, Any]]:
-        """Returns the rule by which Shardy lets shardings pass an operation."""
+        """Returns the rule with which Shardy propagates shardings past an operation."""
         unsplit, is_whole_of = (
             self._whole(),
             {},
@@ -225,7 +225,7 @@ def leaves_of(tree: Any, axes: Any) -> Iterable[Axes]:
 
 
 def _amax(x: Array, axes: Axes) -> Array:
-    """Returns the amax of an array along its axes that have no name."""
+    """Reduces an array's axes without a name to their amax, with one element each."""
     named = sum(name != "_" for (name, *_) in axes.merged)
     unnamed = tuple(range(named, x.ndim))
     return magnitude(x, unnamed).reshape(*x.shape[:named], *(1 for _ in unnamed))

@@ -2,7 +2,7 @@
 
 XLA partitions jnp operations like their arrays, but cannot look into a kernel: it would
 gather the operands on every device. An operation therefore names the axes of its
-arrays, such as "b s k" and "n k" for a matmul. From the names follows which axes may be
+arrays, such as "b s k" and "n k" for a matmul. The names determine which axes may be
 split, what each device computes on its part, and which results are summed. Whether
 arrays are spread at all is written in their types. The number of devices of the process
 says nothing about that.
@@ -64,7 +64,7 @@ class _Mapped:
     itself.
 
     Attributes:
-      operation: The operation.
+      operation: The operation without the axis.
       mapped: Whether each array has the axis.
     """
 
@@ -97,7 +97,7 @@ class _Mapped:
         return trees[0].unflatten(operands), trees[1].unflatten(results)
 
     def _ones(self, arrays: tuple) -> tuple:
-        """Returns the shapes of one element of the axis."""
+        """Returns the arrays' shapes without the axis over which `vmap` maps."""
         leaves, tree = jax.tree.flatten(arrays)
         pairs = zip(leaves, self.mapped, strict=True)
         shapes = [x.shape[1:] if mapped else x.shape for x, mapped in pairs]
@@ -154,7 +154,7 @@ def _part(
     operand_specs: tuple[P, ...],
     result_specs: tuple[P, ...],
 ) -> Callable:
-    """Returns the function of one device's parts; equal ones for equal operations."""
+    """Returns the function of one device's parts, the same one for equal arguments."""
 
     def part(arrays: tuple) -> Any:
         return call.part(arrays, mesh, dict(split), operand_specs, result_specs)

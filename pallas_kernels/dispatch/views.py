@@ -160,7 +160,7 @@ def _is_reshape(eqn: Any) -> bool:
 
 
 def _types(steps: Sequence[_Step], returns: Sequence[Any]) -> dict[_Value, Any]:
-    """Returns the types that readers want of results of kernels and barriers.
+    """Returns the types in which results of kernels and barriers are read.
 
     Kernels read arrays of any type.
     """

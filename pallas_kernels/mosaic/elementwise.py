@@ -162,7 +162,7 @@ def run(
 
 
 def _valid(walk: Walk, cta: Array, blocks: Blocks | None) -> Array | None:
-    """Returns bits that are set for a strip's codes in its block; None for all."""
+    """Returns a bit mask of a strip's codes that are in the block, or None for all."""
     if blocks is None or blocks.count is None:
         return None
     shape = walk.strip_rows, walk.group
@@ -316,7 +316,7 @@ def _of_rows(ref: Any, shape: tuple[int, int]) -> Array:
 
 
 def _scales(ref: Any, start: Array, walk: Walk) -> list[Array]:
-    """Returns the scales of each strip of a tile: one row's scale per lane."""
+    """Returns the scales of a tile's strips: in each strip one row's scale per lane."""
     count = walk.columns
     # Neighbouring lanes read different rows, far apart in memory. So each lane reads as
     # many scales at once as alignment allows.

@@ -54,7 +54,7 @@ class Tuning:
 
 
 class Rows(NamedTuple):
-    """Inputs that are read row by row: arrays [groups, 16] of all rows, or refs."""
+    """The inputs of a kernel that are read row by row: arrays [groups, 16], or refs."""
 
     x: Any  # bfloat16 or float32, or `Scaled` with scales [groups].
     add: Any = None
@@ -95,14 +95,14 @@ class Row:
         return sum(self.shape(tile)[0] for tile in tiles)
 
     def tile(self, ref: Any, tile: int, first: int = 0) -> Any:
-        """Returns a tile of a row's `ref`, counted from the tile `first`."""
+        """Returns a ref to a tile, in a `ref` that begins at the row's tile `first`."""
         start = self.groups(range(first, tile))
         return ref.at[pl.ds(start, self.shape(tile)[0])]
 
     def load(
         self, ref: Any, tile: int, factor: Array | None = None, first: int = 0
     ) -> Array:
-        """Loads a tile, as `tile` finds it, in float32, and multiplies by `factor`."""
+        """Loads a `tile` of `ref` in float32, and multiplies it by `factor`."""
 
         def load(ref):
             x, layout = self.tile(ref, tile, first), strip_layout(self.shape(tile))
@@ -264,11 +264,11 @@ class Share:
         return cta // self.ctas_of_part, cta % self.ctas_of_part
 
     def row(self, ref: Any, index: Array | int) -> Any:
-        """Returns the row at `index` of a ref to several rows."""
+        """Returns a ref to the row at `index` of a ref to several rows."""
         return ref.at[pl.ds(index * self.groups, self.groups)]
 
     def of_part(self, ref: Any) -> Any:
-        """Returns the row of a ref to a row a part; None if it is None."""
+        """Returns this part's row of a ref with a row for each part; None for None."""
         return None if ref is None else self.row(ref, self._cta[0])
 
     def launch(self, name, kernel, outputs, *arrays, scratch=()):

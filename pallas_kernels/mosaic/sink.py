@@ -38,8 +38,8 @@ class Sink:
       scratch: Tiles in shared memory, per part.
       encoding: What to write.
       scale: The per-tensor scale of codes, or None.
-      valid: Integers with all bits set for a strip's numbers in the transposed copy,
-        and no bits for numbers that zeros replace; None if all numbers are in it.
+      valid: A mask for the transposed copy: integers with all bits set for numbers that
+        it has, and 0 where it has zeros. None if it has all numbers.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Sink:
         self._largest = None
 
     def put(self, values: Iterable[Array], index_of: Callable) -> None:
-        """Writes a strip of every part."""
+        """Writes a strip of each part, at the array index `index_of(part)`."""
         for i, value in enumerate(values):
             self._put(value, i, index_of(i))
 

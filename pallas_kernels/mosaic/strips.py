@@ -74,9 +74,9 @@ class Blocks(NamedTuple):
     Blocks may overlap. What kernels write for a row must not depend on its block.
 
     Attributes:
-      source: The first row of each block. Reads go beyond the last row of arrays.
-      count: The number of rows of each block in its transposed copy. Other columns of
-        128 are zeros. If None, all 128 rows are.
+      source: The first row of each block. A block may end after the last row of arrays.
+      count: The number of rows of each block that its transposed copy has; the rest of
+        the copy's 128 columns are zeros. None means all 128 rows.
     """
 
     source: Int[Array, " blocks"]
@@ -179,7 +179,7 @@ class Walk:
         return lax.div(cta, self.across) * self.strip_rows
 
     def indices(self, cta: Array, blocks: Blocks | None = None) -> list[Callable]:
-        """Returns one function per strip, from a part to the strip's array index."""
+        """Returns a function for each strip, from a part to the strip's array index."""
         row, first = self.start(cta, blocks)
 
         def place(i, group):

@@ -91,7 +91,7 @@ class Rows:
         return once(places.reshape(self.tokens, self.choices))
 
     def common(self, scale: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns `scale`: all rows are of one device's tokens."""
+        """Returns `scale`, since one device's tokens have one scale."""
         return scale
 
 

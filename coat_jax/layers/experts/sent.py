@@ -165,8 +165,8 @@ class SentRows:
         """Returns the rows that arrive, in the order of this device's experts.
 
         Args:
-          choice: The attribute.
-          counts: The attribute.
+          choice: The attribute `choice`.
+          counts: The attribute `counts`.
           shape: The numbers of this device's tokens and of their choices.
           experts: The experts.
           axis: The mesh axis.

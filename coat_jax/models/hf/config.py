@@ -89,7 +89,7 @@ def family_of(values: Mapping[str, Any]) -> Family:
     """Returns the family of a config.json.
 
     Raises:
-      ValueError: If it is unknown, or the class is no causal language model.
+      ValueError: If it is unknown, or the class is not a causal language model.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -156,13 +156,13 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _size_key(family: Family) -> str:
-    """Returns the key of the size of the MLP's hidden layer, or of an expert's."""
+    """Returns the key in config.json of the MLP's, or an expert's, hidden size."""
     names = family.experts
     return "intermediate_size" if names is None else names.intermediate_size
 
 
 def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
-    """Returns the experts; every layer must have them."""
+    """Returns the fields of experts, which must be in every layer."""
     if family.experts is None:
         return {}
     if family.model_type == "qwen3_moe":
@@ -302,12 +302,12 @@ def _default_kinds(keys: _Keys, family: Family, num_layers: int) -> list[str]:
 
 
 def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json of a model.
+    """Returns the contents of a model's config.json.
 
     Args:
       config: The configuration of the model.
-      origin: The config.json that the model was loaded with; its keys stay as far as
-        they do not say what `config` says. Empty for a model that was not loaded.
+      origin: The config.json that the model was loaded with; its keys stay
+        unless `config` has their values. Empty for a model that was not loaded.
 
     Raises:
       ValueError: If no family has such a configuration.
@@ -403,7 +403,7 @@ def _scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def _rounded(number: float) -> float | int:
-    """Returns an integer in place of a float that differs by rounding alone."""
+    """Returns a float, or the integer that it differs from by rounding alone."""
     nearest = round(number)
     return nearest if math.isclose(number, nearest, rel_tol=1e-12) else number
 

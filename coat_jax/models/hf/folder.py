@@ -70,7 +70,7 @@ class Folder:
         self._close()
 
     def config(self) -> dict[str, Any]:
-        """Returns what config.json holds."""
+        """Returns the contents of config.json."""
         return read_json(self.path, CONFIG, _LARGEST_CONFIG)
 
     def read(

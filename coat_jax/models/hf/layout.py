@@ -71,7 +71,7 @@ class Parameter:
     Attributes:
       path: The parameter's path in the model, such as "layers/qkv".
       shape: The shape, for parameters of layers the shape of one layer.
-      rows: The rows, in the order of the parameter's.
+      rows: The rows of tensors, in the order of the parameter's rows.
       transposed: Whether the parameter is the transpose of the tensor.
       quantized: Whether FP8 checkpoints have codes of it.
     """
@@ -193,7 +193,7 @@ def _experts(config: LlamaConfig, experts: Experts) -> Iterator[Parameter]:
 def expert_names(config: LlamaConfig) -> ExpertNames:
     """Returns the names of the experts' tensors.
 
-    Norms of queries and keys tell the families of experts apart.
+    Norms of queries and keys distinguish the families of models with experts.
     """
     fields = {"qk_norm": config.qk_norm} if config.qk_norm != "none" else {}
     return next(
@@ -204,7 +204,7 @@ def expert_names(config: LlamaConfig) -> ExpertNames:
 
 
 def _all_rows(count: int, *tensors: str) -> tuple[Rows, ...]:
-    """Returns all of some tensors' rows, `count` of each."""
+    """Returns the rows of whole tensors, which have `count` rows each."""
     return tuple(Rows(tensor=tensor, start=0, count=count) for tensor in tensors)
 
 

@@ -108,7 +108,7 @@ def _computed(dtype: DTypeLike | None, stored: jnp.dtype) -> DTypeLike:
 def _filled(
     config: LlamaConfig, weights: Weights, mesh: Mesh | None, dtype: DTypeLike | None
 ) -> Llama:
-    """Returns a model with the parameters of a folder."""
+    """Returns a model of this configuration with the parameters in `weights`."""
     abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
     graph, params, buffers = nnx.split(abstract, nnx.Param, ...)
     shardings = _shardings(params, mesh)

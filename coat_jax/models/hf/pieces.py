@@ -243,7 +243,7 @@ def filled(weights: Weights, parameters: Mapping[str, Pieces]) -> dict[str, Arra
 def _reading(
     weights: Weights, parameters: Mapping[str, Pieces]
 ) -> Iterator[Iterator[tuple[str, tuple[int, ...], Parts]]]:
-    """Begins to read; gives the name, the place and the parts of each piece in turn.
+    """Reads pieces in threads; yields iterators with each one's name, place and parts.
 
     Parts hold until the next piece is asked for.
     """

@@ -121,10 +121,10 @@ def quantized(
 
 
 def settings(format: FP8Format, unquantized: Sequence[str]) -> dict[str, Any]:
-    """Returns `quantization_config` of config.json.
+    """Returns the value of `quantization_config` in config.json.
 
     Args:
-      format: The format.
+      format: The format of codes and scales.
       unquantized: The names of the linear layers without codes.
     """
     skipped = list(unquantized)

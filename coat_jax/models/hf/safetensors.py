@@ -214,7 +214,7 @@ def parsed(text: bytes, name: str) -> dict[str, Any]:
     """Returns an object of JSON, for text of any origin.
 
     Raises:
-      ValueError: If the text is no object of JSON, or has a key twice.
+      ValueError: If the text is not an object of JSON, or has a key twice.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

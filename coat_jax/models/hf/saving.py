@@ -37,7 +37,7 @@ def save(
     """Saves a model as a Hugging Face checkpoint.
 
     Tensors have the dtypes of the parameters and the same bits. A model from `load`
-    keeps what its config.json says besides, its tokenizer's files and its generation
+    keeps the other keys of its config.json, its tokenizer's files and its generation
     settings, which are read from the folder that it came from. The folder appears when
     all of it is written. Of several processes the first one writes, and all must call.
 
@@ -121,7 +121,7 @@ class _Tensor:
     """A tensor to write, with its scales if it is quantized.
 
     Attributes:
-      name: The name.
+      name: The tensor's name in the file.
       kinds: The dtypes and shapes of the tensor and its scales, by name.
       fetch: The function that returns the tensor's values.
       format: The format of codes, or None.
@@ -192,7 +192,7 @@ def _kinds(
 
 
 class _Latest:
-    """The parameter that was fetched last, for all tensors that are made of it."""
+    """A cache of the last parameter, of which several tensors are made in turn."""
 
     def __init__(self) -> None:
         self._key: tuple[str, int] | None = None
@@ -224,7 +224,7 @@ def _gathered(
 
 
 def _on_host(array: Array, layer: int | None) -> np.ndarray:
-    """Returns an array, or a layer of it, from all devices and processes."""
+    """Returns an array, or one layer, gathered from all devices and processes."""
     if layer is not None:
         array = _layer(array, layer)
     if not array.is_fully_addressable:

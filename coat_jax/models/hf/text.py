@@ -56,15 +56,15 @@ class ChatTemplate:
     The template is in chat_template.jinja or tokenizer_config.json. It runs in the
     sandbox of jinja2, where it can neither reach attributes of Python's objects nor
     change what it is given. As in transformers, `tojson` escapes no HTML, and blocks of
-    `{% generation %}` are what they enclose. There is no clock in it, so that a text is
-    the same on each day: templates that would print today's date print their default.
+    `{% generation %}` are what they enclose. It has no clock, so that a text is the
+    same on each day: templates that would print today's date print their default.
 
     Args:
       path: The path of the folder.
 
     Raises:
       ImportError: If jinja2, which the extra "hf" installs, is missing.
-      ValueError: If there is no template, or it is no template of jinja2.
+      ValueError: If there is no template, or it is not a template of jinja2.
 
     Examples:
       >>> import pathlib, tempfile

@@ -1,4 +1,4 @@
-"""The bytes that tokens are in text."""
+"""The bytes that tokens stand for in a text."""
 
 import json
 import re

@@ -66,7 +66,7 @@ class Weights:
         """Reads a part of a parameter, or of one layer's, and converts it.
 
         Args:
-          parameter: The parameter.
+          parameter: The parameter to read.
           layer: The layer; ignored for parameters outside of layers.
           index: The entries of each axis of `parameter.stored`.
           out: Contiguous memory for the part, of the lengths of `index` and the dtype
@@ -104,7 +104,7 @@ class Weights:
     def _read_tensor(
         self, name: str, rows: range, columns: Sequence[range], out: np.ndarray
     ) -> None:
-        """Reads a part of a tensor, straight into `out` if that has the same bytes."""
+        """Reads a part of a tensor, directly into `out` if no conversion is needed."""
         entry = self._folder.tensors[name]
         whole = entry.shape[1:] == tuple(map(len, columns))
         if whole and entry.dtype == out.dtype and entry.dtype in _WIDE:

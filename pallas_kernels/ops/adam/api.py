@@ -96,7 +96,7 @@ def adam(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Adam(operations.Operation):
-    """`adam` of moments, gradients, parameters, scalars, seeds, positions and layer.
+    """The operation of `adam`, on arrays and on scalars that are no Python numbers.
 
     Attributes:
       known: Those scalars that are Python numbers; None for the others.
@@ -185,8 +185,8 @@ def _reads_stacks(grads: Array, params: Array | None) -> bool:
 def _on_layer(step: Callable, params: Array | None, moments: Moments, layer) -> tuple:
     """Computes `step(params, moments)`, of one layer if `layer` is its index.
 
-    The arrays are stacks with a leading axis of layers then: the layer is sliced from
-    them, and its results are written back into them.
+    With `layer` the arrays are stacks with a leading axis of layers: the layer is
+    sliced from them, and its results are written back into them.
     """
     if layer is None:
         return step(params, moments)
@@ -267,7 +267,7 @@ def _mosaic(scalars, grads, moments, params, seeds, tuning):
 
 
 def _whole_groups(scalars, grads, moments, params, seeds, tuning, view, layer=None):
-    """Does the step of all whole groups, on arrays reshaped to `view`."""
+    """Computes the step of all whole groups, on arrays reshaped to `view`."""
     groups, strides = moments.mu_scale.shape, seeds.strides
     groups, per_group = (*grads.shape[:1], *groups[1:]), (-1,)
     if view[1] > GROUP:
@@ -304,7 +304,7 @@ def _whole_groups(scalars, grads, moments, params, seeds, tuning, view, layer=No
 
 
 def _with_last_group(scalars, grads, moments, params, seeds, tuning, result):
-    """Does the step of the short last group of every row, after all whole groups."""
+    """Computes the step of the short last group of each row, after all whole groups."""
     start = grads.shape[-1] // GROUP * GROUP
     starts = Moments(start, start // GROUP, start, start // GROUP, start // GROUP)
     last = Moments(*(x[..., j:] for x, j in zip(moments, starts, strict=True)))

@@ -157,7 +157,7 @@ def run(
 
 
 def _warpgroups(inputs: Inputs, tuning: Tuning) -> dict[str, Any]:
-    """Returns the arguments for a thread block's warpgroups and their shared memory."""
+    """Returns the launch options for a thread block's warpgroups and shared memory."""
     barrier = functools.partial(plgpu.Barrier, num_barriers=tuning.stages)
     scratch = dict(
         smem=_staged(inputs, tuning),

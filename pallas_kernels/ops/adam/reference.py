@@ -88,7 +88,7 @@ def adam(
     params: Float[Array, "... n"] | None = None,
     salt: UInt32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
-    """Computes `pallas_kernels.adam` in jnp, with given random `words`."""
+    """Computes `pallas_kernels.adam` in jnp, with one random word for each group."""
     at = AdamScalars(*(jnp.asarray(s, jnp.float32) for s in scalars))
     shape, g = grads.shape, split(grads).astype(jnp.float32)
     nu = _decode_nu(moments)
@@ -111,7 +111,7 @@ def adam(
 
 
 def inverse_root(nu: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns 1 / sqrt(nu), by which first moments are stored.
+    """Returns 1 / sqrt(nu), the factor with which first moments are stored.
 
     It is 0 if the second moment overflowed. The update is then zero too, as in optax.
     """
@@ -189,6 +189,6 @@ def split(x: Array) -> Array:
 
 
 def merge(groups: Array, shape: tuple[int, ...]) -> Array:
-    """Undoes `split` of an array of `shape`."""
+    """Returns the array of `shape` that `split` has reshaped to `groups`."""
     width = groups.shape[-2] * GROUP
     return groups.reshape(*shape[:-1], width)[..., : shape[-1]]

@@ -112,7 +112,7 @@ def weighted_gate_grad(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WeightedGateGrad(operations.Operation):
-    """`weighted_gate_grad`."""
+    """The operation of `weighted_gate_grad`."""
 
     activation: Activation
     dtype: jnp.dtype

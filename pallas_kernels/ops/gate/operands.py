@@ -73,7 +73,7 @@ def axes_of_parts(operands: Operands) -> Axes:
 
 
 def axes_of_results(operands: Operands, values: str) -> Gated:
-    """Returns the axes of results; `values` names those of values without tokens."""
+    """Returns the axes of results; `values` names the axes of values after tokens."""
     count = jax.tree.leaves(operands)[0].ndim - 2
     token, transposed = tokens(count), Axes(f"_ {transposed_tokens(count)}")
     return Gated(

@@ -164,7 +164,7 @@ def _encoded(y, scale, dtype, row, transposed):
 
 
 def _product(y: Array, up: Sequence[Array]) -> Array:
-    """Returns y times up, if there is one."""
+    """Returns y * up, or y if there is no up."""
     return functools.reduce(lax.mul, up, y)
 
 

@@ -202,7 +202,7 @@ def group_tiles(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _GroupTiles(operations.Operation):
-    """`group_tiles`."""
+    """The operation of `group_tiles`."""
 
     rows: int
     height: int
@@ -239,7 +239,7 @@ class _Grouped(operations.Operation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _GroupedMatmul(_Grouped):
-    """`grouped_matmul`."""
+    """The operation of `grouped_matmul`."""
 
     name = "grouped_matmul"
 
@@ -284,7 +284,7 @@ class _GroupedMatmul(_Grouped):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WeightGradient(_Grouped):
-    """`grouped_weight_gradient`."""
+    """The operation of `grouped_weight_gradient`."""
 
     name = "grouped_weight_gradient"
 

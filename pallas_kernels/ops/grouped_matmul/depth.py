@@ -4,7 +4,7 @@ It is the dense matmul's kernel with another tile scheduler. The number of tiles
 known when the kernel is compiled. Their numbers of steps along k differ between groups,
 and are known on the device only:
 
-- XLA adds up the steps of each thread block's tiles (`_schedule`). From the sums follow
+- XLA adds up the steps of each thread block's tiles (`_schedule`). The sums give
   the stage of a step, and the tile of the step that is next in a stage. Copies
   therefore run ahead over several tiles, as in the dense matmul.
 - Each group begins at a multiple of 128 rows, with zeros between groups, so that no

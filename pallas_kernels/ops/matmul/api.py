@@ -194,7 +194,7 @@ def matmul_heads(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OfProduct(operations.Operation):
-    """A matmul of the arrays a, b, a_scale, b_scale and more.
+    """A matmul operation on the arrays a, b, a_scale, b_scale and more.
 
     b is [parts, n, groups, c], and k has the order of groups, parts and c.
 
@@ -242,7 +242,7 @@ class _OfProduct(operations.Operation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Matmul(_OfProduct):
-    """`matmul`; the last arrays are the bias and the accumulator."""
+    """The operation of `matmul`; the last arrays are bias and accumulator."""
 
     fast_in_xla = True
 
@@ -283,7 +283,7 @@ class _Matmul(_OfProduct):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _MatmulHeads(_OfProduct):
-    """`matmul_heads`; the last arrays are the cosines and sines."""
+    """The operation of `matmul_heads`; the last arrays are the cosines and sines."""
 
     def reference(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
         call = Operands.of(a, b, a_scale, b_scale)

@@ -229,7 +229,7 @@ class Tile:
             self._send(staged, out, *where)
 
     def _scaled(self, sums, scaled):
-        """Yields row and column in the tile, and scaled values, of each subtile."""
+        """Yields each subtile as its row and column in the tile, and scaled values."""
         t = self.tuning
         width, store_n = t.tile_n // len(sums), t.store_n(self.product)
         for i in range(0, t.height, PIECE_M):
@@ -265,7 +265,7 @@ class Tile:
                 yield i, at, row[:, at : at + value.shape[1]]
 
     def _turn(self, column, both, angle):
-        """Applies RoPE to a part of both halves of a head, unless it holds values."""
+        """Applies RoPE to a part of both halves of a head, unless that is a value."""
 
         def turn(x, y, cos, sin):
             return x * cos - y * sin, y * cos + x * sin

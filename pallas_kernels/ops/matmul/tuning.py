@@ -1,6 +1,6 @@
 """Choice of a matmul's tile sizes and settings: from measurements, or a heuristic.
 
-`python -m experiments.kernels.tune` measures and writes the table beside this file.
+`python -m experiments.kernels.tune` measures and writes the table next to this file.
 """
 
 import dataclasses

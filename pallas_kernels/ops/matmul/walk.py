@@ -74,11 +74,11 @@ class Walk:
             body(self.visit(number))
 
     def visit(self, number: Array) -> Visit:
-        """Returns the visit of a tile of this thread block."""
+        """Returns the `Visit` of a tile, by its number in this thread block."""
         return Visit(number, self.place(number), self.steps)
 
     def place(self, number: Array) -> Place:
-        """Returns where a tile of this thread block is."""
+        """Returns the place of a tile, by its number in this thread block."""
         index = lax.axis_index("sm") + number * lax.axis_size("sm")
         return Place(*self.parts(index))
 

@@ -157,7 +157,7 @@ def norm_grad(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Norm(operations.Operation):
-    """`norm` of the arrays x, weight, bias and scale, without transposed copies.
+    """The operation of `norm` on x, weight, bias and scale, without transposed copies.
 
     Attributes:
       function: The norm.
@@ -220,7 +220,7 @@ class _Norm(operations.Operation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _NormGrad(operations.Operation):
-    """`norm_grad` of x, dy, weight, bias, y_scale and add, with `y` as rows.
+    """The operation of `norm_grad` on its arrays, with `y` not transposed.
 
     Attributes:
       function: The norm.
@@ -282,7 +282,7 @@ class _NormGrad(operations.Operation):
 
 
 def _axes(x: Array | Scaled) -> tuple[Axes, Axes]:
-    """Returns the axes of rows and of what there is once per token."""
+    """Returns the axes of arrays [..., n], and of arrays with a number per token."""
     leading = tokens(jax.tree.leaves(x)[0].ndim - 1)
     return Axes(f"{leading} _"), Axes(leading)
 

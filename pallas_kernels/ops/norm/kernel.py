@@ -40,7 +40,7 @@ def forward(
     keep_groups: bool,
     tuning: Tuning,
 ) -> Normed:
-    """Normalizes `rows`; `y_scale` [1] is the scale of per-tensor codes, if any.
+    """Runs the kernel of `norm`; `y_scale` [1] is the scale of per-tensor codes.
 
     See `pallas_kernels.norm` for the formula.
     """
@@ -114,7 +114,7 @@ def backward(
     keep_maxima: bool,
     tuning: Tuning,
 ) -> NormGrads:
-    """Computes the gradients of a norm, as `pallas_kernels.norm_grad` defines them.
+    """Runs the kernel of `pallas_kernels.norm_grad`, which has the formulas.
 
     Parameters' gradients are partial sums, one per thread block: [ctas * n / 16, 16].
     `y_scale` [1] is the scale of the codes of the norm's output, if these are wanted.
@@ -224,7 +224,7 @@ class _Sums:
     """Sums over the rows of a thread block, for the gradients of weight and bias.
 
     Attributes:
-      norm: The tiles of a row.
+      norm: The norm, which has the tiles of a row.
       shared: The indices of the tiles, the last ones, that are summed in shared memory
         because registers do not suffice. The others are summed in registers.
       refs: A reference to shared memory for each sum.

@@ -131,7 +131,7 @@ def standardized(
 
 
 def affine(x: Array, weight: Array | None, bias: Array | None) -> Array:
-    """Returns x * weight + bias, without what is None; parts of x have a row each."""
+    """Returns x * weight + bias; None is left out, and parts of x have a row each."""
 
     def on_rows(param):
         between = [1] * (x.ndim - param.ndim)

@@ -71,7 +71,7 @@ def quantize_columns(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _QuantizeColumns(operations.Operation):
-    """`quantize_columns`."""
+    """The operation of `quantize_columns`."""
 
     dtype: jnp.dtype
     name = "quantize_columns"

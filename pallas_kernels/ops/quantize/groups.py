@@ -119,7 +119,7 @@ def quantize_rows(
 ) -> Scaled:
     """Quantizes with per-token scales, which `matmul` takes for activations.
 
-    Codes and scales are those of `quantize_groups` with one group per token: scales are
+    Codes and scales are as in `quantize_groups` with one group per token: scales are
     `amax / code_max`, rounded to bfloat16, and codes are `x / scale`.
 
     Args:
@@ -189,9 +189,9 @@ def dequantize_groups(
     Args:
       groups: The codes [..., n] and the scales of groups.
       dtype: The dtype of the numbers, bfloat16 or float32.
-      group: The size of groups, of which the last one may be shorter. None means equal
-        groups, or a power of two if there are none: 24 elements in 2 groups are in
-        groups of 12 then, and 24 with `group=16` in groups of 16 and 8.
+      group: The size of groups; the last one may be shorter. None takes groups of equal
+        size if the number of groups divides n, and else a power of two: 24 elements
+        with 2 scales are in groups of 12, but with `group=16` in groups of 16 and 8.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Tile sizes of the kernel; None means the default.
 
@@ -259,7 +259,7 @@ def flat(x: Array) -> Array:
 
 
 def numbers(x: Array | Scaled) -> tuple[Array]:
-    """Returns the numbers of an operand of `elementwise.run`, decoded."""
+    """Returns a strip of an operand of `elementwise.run`, decoded to float32."""
     return (decode(x),)
 
 

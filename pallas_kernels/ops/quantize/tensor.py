@@ -313,7 +313,7 @@ def tensor_scales(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TensorScales(operations.Operation):
-    """`tensor_scales` of the maxima of each bound.
+    """The operation of `tensor_scales` on the maxima of each bound.
 
     Attributes:
       factors: The factor of each bound.

@@ -50,7 +50,7 @@ def join_heads(
     It is the gradient of the columns that `matmul_heads` splits into heads. RoPE of
     queries and keys is undone in float32: the halves [a, b] of a head become
     [a cos + b sin, b cos - a sin]. For every key head the result has its queries, then
-    its key, then its value. The codes are those of x / scale.
+    its key, then its value. The codes stand for x / scale.
 
     Args:
       q: Gradients of queries, bfloat16.
