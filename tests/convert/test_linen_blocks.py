@@ -123,6 +123,8 @@ def test_linen_stacks_are_named(lift, inner):
     params = linen_nearly(light, Stacked())
     report = coat.fp8_report(light, params, X)
     assert {(row.block, row.converted) for row in report.rows} == {("layers", True)}
+    with pytest.raises(ValueError, match=r"name them with blocks=.*below layers"):
+        coat.fp8(Stacked()).apply(params, X)
 
 
 def test_a_class_is_a_block_here_and_another_module_there():

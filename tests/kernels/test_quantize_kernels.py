@@ -281,24 +281,6 @@ def test_what_kernels_do_not_take_is_left_to_the_reference():
     assert pk.maxima(jnp.zeros((0, 4))).max() == 0
 
 
-@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
-def test_what_does_not_go_together_is_named(implementation):
-    x = numbers((128, 64))
-    how = {"implementation": implementation}
-    for scale in (jnp.ones(64), jnp.ones((1, 1))):
-        for function, arrays in (
-            (pk.quantize_tensor, [x]),
-            (pk.gated, [x[:, None].repeat(2, axis=1)]),
-        ):
-            with pytest.raises(ValueError, match="scale must be a scalar, got the sh"):
-                function(*arrays, scale=scale, **how)
-    with pytest.raises(ValueError, match="scale must be a scalar, got None"):
-        pk.quantize_tensor(x, None, **how)
-    for group in (0, -16, 1.5):
-        with pytest.raises(ValueError, match=f"positive int, got {group}"):
-            pk.quantize_groups(x, group=group, **how)
-
-
 @every_implementation
 def test_rows_may_share_the_scales_of_groups(implementation):
     groups = pk.quantize_groups(numbers((128, 64)))

@@ -240,21 +240,3 @@ def test_steps_above_a_loss_are_skipped():
     assert_same_tree_bits(same, [params, tx.init(params)])
     _, *expected = step(params, tx.init(params), tokens())
     assert_same_tree_bits(new, expected)
-
-
-@pytest.mark.slow
-def test_training_with_a_limited_norm_follows_optaxs_clipping():
-    params = parameters(stacked=True, dtype=jnp.float32)
-    limit, tx = 0.5, coat.fp8_adamw(1e-3)
-    chain = clipped(limit, tx)
-    steps = (
-        jax.jit(coat.value_and_update(SCANNED, tx, max_norm=limit)),
-        jax.jit(ordinary(SCANNED, chain)),
-    )
-    runs = [(params, tx.init(params)), (params, chain.init(params))]
-    for number in range(300):
-        batch = tokens(number)
-        (a, *runs[0]), (b, *runs[1]) = (
-            step(*run, batch) for step, run in zip(steps, runs, strict=True)
-        )
-        np.testing.assert_allclose(a, b, rtol=1e-3)

@@ -31,9 +31,8 @@ from helpers.gradients import (
     saved_bytes,
     value_and_vjp,
 )
-from helpers.models import normal
 
-from coat_jax import fp8_dot_general, fp8_remat
+from coat_jax import fp8_remat
 
 TOKENS, K, F = 96, 48, 64
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -191,27 +190,3 @@ def test_saved_is_the_activations_argument():
     scales = 2 * 4  # Each array of codes has a scale of the whole, too.
     copies = fp8_bytes((TOKENS, F)) + fp8_bytes((TOKENS, K))
     assert saved_bytes(actual) == copies + scales
-
-
-def test_flax_modules():
-    class Linen(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            options = {"dtype": BF16, "dot_general": fp8_dot_general}
-            return nn.Dense(K, **options)(nn.gelu(nn.Dense(F, **options)(x)))
-
-    class Nnx(nnx.Module):
-        def __init__(self):
-            options = {"dtype": BF16, "dot_general": fp8_dot_general}
-            self.up = nnx.Linear(K, F, rngs=nnx.Rngs(0), **options)
-            self.down = nnx.Linear(F, K, rngs=nnx.Rngs(1), **options)
-
-        def __call__(self, x):
-            return self.down(nnx.gelu(self.up(x)))
-
-    x = normal(1, 2, TOKENS, K, dtype=BF16)
-    linen = Linen()
-    params = linen.init(jax.random.key(0), x)
-    assert len(gates(fp8_remat(linen).apply, params, x)) == 1
-    graph, state = nnx.split(fp8_remat(Nnx()))
-    assert len(gates(lambda s, x: nnx.merge(graph, s)(x), state, x)) == 1

@@ -263,33 +263,6 @@ def test_products_saveable_saves_what_experts_multiply(product):
 # Errors.
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"format": "e4m3"}, "format must be E4M3, E5M2 or DE8.*'e4m3'"),
-        ({"group": 0}, "group must be a positive int, got 0"),
-        ({"group": 16.0}, "group must be a positive int, got 16.0"),
-        ({"group": True}, "group must be a positive int, got True"),
-        ({"where": "tanh"}, "where must be a function or None, got 'tanh'"),
-        ({"policy": "dots"}, "policy must be a function or None, got 'dots'"),
-        ({"key": 3}, "key must be one jax.random.key, got 3"),
-        ({"params_argnums": "p"}, "params_argnums must be an int or several, got 'p'"),
-        ({"params_argnums": 1.0}, "params_argnums must be an int or several, got 1.0"),
-        (
-            {"key": jax.random.split(jax.random.key(0))},
-            r"key must be one jax.random.key, got",
-        ),
-        (
-            {"key": jax.random.key(0), "format": coat.DE8},
-            "key is for floating formats, got format=DE8",
-        ),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        fp8_remat(two_products, **options)
-
-
 def test_params_argnums_name_arguments():
     arguments = two_product_arguments()
     for argnum in (5, -3):
