@@ -56,7 +56,7 @@ def test_groups_are_quantized_as_specified(implementation, shape, dtype, codes, 
 
 
 @every_implementation
-@pytest.mark.parametrize(("shape", "dtype", "codes", "group"), GROUP_CASES)
+@pytest.mark.parametrize(("shape", "dtype", "codes", "group"), GROUP_CASES[1:4])
 def test_groups_are_decoded(implementation, shape, dtype, codes, group):
     stored = pk.Scaled(*encoded_groups(adversarial(shape, dtype), codes, group))
     decode = functools.partial(pk.dequantize_groups, dtype=dtype)
@@ -120,8 +120,9 @@ def test_long_rows_on_a_gpu(shape):
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("shape", [(33, 160), (7, 128, 144), (1024,)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((33, 160), F32), ((7, 128, 144), BF16), ((1024,), F32)]
+)
 def test_maxima_keep_nan(implementation, dtype, shape):
     x = adversarial(shape, dtype)
     for piece, expected in (
@@ -135,7 +136,7 @@ def test_maxima_keep_nan(implementation, dtype, shape):
 
 
 @every_implementation
-@pytest.mark.parametrize("at", [(0, 0), (0, -1), (1, 5000), (2, -1)])
+@pytest.mark.parametrize("at", [(0, -1), (1, 5000)])
 def test_maxima_are_of_all_arrays(implementation, at):
     shapes = (1040,), (9, 2048), (1040,)
     arrays = [np.array(numbers(s, seed=i), np.float32) for i, s in enumerate(shapes)]
@@ -158,8 +159,14 @@ def test_maxima_of_batches(implementation):
 
 
 @every_implementation
-@pytest.mark.parametrize("copies", ["row", "transposed", "both"])
-@pytest.mark.parametrize(("shape", "dtype", "codes"), TILE_CASES)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "codes", "copies"),
+    [
+        *[(*case, "both") for case in TILE_CASES],
+        (*TILE_CASES[1], "row"),
+        (*TILE_CASES[2], "transposed"),
+    ],
+)
 def test_tensors_are_quantized_as_specified(
     implementation, shape, dtype, codes, copies
 ):
@@ -177,8 +184,9 @@ def test_tensors_are_quantized_as_specified(
 
 
 @every_implementation
-@pytest.mark.parametrize("copies", ["row", "both"])
-@pytest.mark.parametrize("last", [3.0, -np.inf, np.nan])
+@pytest.mark.parametrize(
+    ("copies", "last"), [("row", np.nan), ("both", 3.0), ("both", -np.inf)]
+)
 def test_maxima_beside_codes(implementation, copies, last):
     x = numbers((256, 192), seed=3).at[-1, -1].set(last)
     quantize = functools.partial(pk.quantize_tensor, copies=copies, keep_maxima=True)
