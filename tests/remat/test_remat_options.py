@@ -150,26 +150,6 @@ def test_policy_saves_in_fp8_what_it_would_save_wide(outer):
     assert_close(actual, (dw, dfirst @ w64.T), 1e-5)
 
 
-def test_an_array_is_offloaded_once():
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["z"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-
-    def loss(x):
-        z = checkpoint_name(jnp.sin(x), "z")
-        return jnp.sum(jnp.sin(z) * z)
-
-    def moves(wrap):
-        program = jax.make_jaxpr(jax.grad(wrap(loss, policy=policy)))(jnp.ones(8192))
-        return str(program).count("MemorySpace.Host")
-
-    assert moves(jax.checkpoint) == 1
-    assert moves(fp8_remat) == 2  # Codes and scales.
-
-
 @pytest.mark.parametrize(
     "policy", [NOTHING, jax.checkpoint_policies.dots_saveable], ids=["nothing", "dots"]
 )
