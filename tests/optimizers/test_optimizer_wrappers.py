@@ -15,6 +15,7 @@ from helpers.optimizers import (
     is_quantized,
     run,
     run_on,
+    scaled,
 )
 from helpers.versions import as_pure, same_bits
 
