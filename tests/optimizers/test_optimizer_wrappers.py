@@ -150,8 +150,9 @@ def test_lookahead(reset_state):
 
 
 @same_bits
-@pytest.mark.parametrize("normalize_mu", [True, False])
-@pytest.mark.parametrize("transform", [lambda fn: fn, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("transform", "normalize_mu"), [(lambda fn: fn, True), (nnx.jit, False)]
+)
 def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
