@@ -71,26 +71,26 @@ def _comments(source: str):
             end = row if alone else 0
 
 
-@pytest.mark.parametrize("path", _FILES, ids=lambda p: str(p.relative_to(_ROOT)))
-def test_sentences_begin_with_their_subject_or_verb(path):
-    source = path.read_text()
-    wrong = [
-        f"{row}: {text.splitlines()[0]}"
-        for row, text in _docstrings(source)
-        if _first_word(text) in _NOT_IN_DOCSTRINGS.split()
-    ]
-    wrong += [
-        f"{row}: {text}"
-        for row, text in _comments(source)
-        if _first_word(text) in _NOT_IN_COMMENTS.split()
-    ]
+def test_sentences_begin_with_their_subject_or_verb():
+    wrong = []
+    for path in _FILES:
+        source = path.read_text()
+        for texts, words in (
+            (_docstrings(source), _NOT_IN_DOCSTRINGS.split()),
+            (_comments(source), _NOT_IN_COMMENTS.split()),
+        ):
+            wrong += [
+                f"{path.relative_to(_ROOT)}:{row}: {text.splitlines()[0]}"
+                for row, text in texts
+                if _first_word(text) in words
+            ]
     assert not wrong
 
 
-@pytest.mark.parametrize("path", _FILES, ids=lambda p: str(p.relative_to(_ROOT)))
-def test_docstrings_end_in_a_full_stop(path):
+def test_docstrings_end_in_a_full_stop():
     wrong = [
-        f"{row}: {text}"
+        f"{path.relative_to(_ROOT)}:{row}: {text}"
+        for path in _FILES
         for row, text in _docstrings(path.read_text())
         if len(text.splitlines()) == 1 and not text.endswith((".", ":"))
     ]

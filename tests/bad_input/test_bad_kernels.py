@@ -56,6 +56,12 @@ refused(
 )
 refused(lambda v: pk.gated(jnp.ones(v)), [(16,), (4, 3, 16)], name="gate and up")
 refused(
+    lambda v: pk.gated(jnp.ones((4, 2, 16)), scale=v),
+    [jnp.ones(64), jnp.ones((1, 1))],
+    name="scale of a gate",
+    contains="scale must be a scalar",
+)
+refused(
     lambda v: pk.matmul(CODES, CODES.astype(v)), ["float32", "bfloat16", "int8"],
     name="operand",
 )  # fmt: skip

@@ -12,13 +12,28 @@ PARAMS = {"w": jnp.ones((64, 256)), "v": jnp.ones((64, 256))}
 TABLE = BadInput()
 refused = TABLE.refused
 
-for factory in (coat.fp8_adamw, lambda _, **options: coat.scale_by_fp8_adam(**options)):
+
+def wrapped(_, **options):
+    return coat.with_quantized_state(optax.lion(1e-3), **options)
+
+
+def of_adam(_, **options):
+    return coat.scale_by_fp8_adam(**options)
+
+
+for factory in (coat.fp8_adamw, of_adam, wrapped):
     refused(
-        lambda v, make=factory: make(1e-3, granularity=v),
+        lambda v, make=factory: make(1e-3, granularity=v).init(PARAMS),
         [128, None, coat.PerTensor(), coat.PerBlock(2, 8)],
         name="granularity of moments",
         contains="granularity must be coat.PerGroup",
     )
+    refused(
+        lambda v, make=factory: make(1e-3, rounding=v),
+        [None, "up", True, 0],
+        name="rounding",
+    )
+for factory in (coat.fp8_adamw, of_adam):
     for option in ("mu_format", "nu_format"):
         refused(
             lambda v, make=factory, name=option: make(1e-3, **{name: v}),
@@ -29,11 +44,6 @@ for factory in (coat.fp8_adamw, lambda _, **options: coat.scale_by_fp8_adam(**op
         lambda v, make=factory: make(1e-3, mu_format=v),
         [coat.UE4M4, coat.LOG8],
         name="mu_format without a sign",
-    )
-    refused(
-        lambda v, make=factory: make(1e-3, rounding=v),
-        [None, "up", True, 0],
-        name="rounding",
     )
     refused(
         lambda v, make=factory: make(1e-3, quantize_mask=v).init(PARAMS),

@@ -40,6 +40,12 @@ refused(
     contains="key must be one jax.random.key",
 )
 refused(
+    lambda v: coat.fp8_remat(FN, key=KEY, format=v),
+    [coat.DE8],
+    name="format with a key",
+    contains="key is for floating formats",
+)
+refused(
     lambda v: coat.fp8_remat(FN, params_argnums=v)(jnp.ones((8, 8)), jnp.ones((8, 8))),
     [2, (0, 3)],
     name="missing argument",

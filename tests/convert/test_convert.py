@@ -188,28 +188,6 @@ def test_rules_choose_matmuls_by_path(rule):
     )
 
 
-@pytest.mark.internals
-def test_containers_of_all_kinds_and_shared_modules():
-    class Holder(nnx.Module, pytree=False):
-        def __init__(self, rngs):
-            block = Block(rngs)
-            self.stages = {"a": [block, Block(rngs)], "b": (block,)}
-
-        def __call__(self, x):
-            for stage in self.stages.values():
-                for block in stage:
-                    x = block(x)
-            return x
-
-    model = Holder(nnx.Rngs(0))
-    light = coat.fp8(model, blocks=r"stages/./\d")
-    assert light.stages["b"][0] is light.stages["a"][0]
-    x = jax.random.normal(jax.random.key(1), (2, 16, WIDTH))
-    y, expected = (nnx.jit(lambda m: m(x))(m) for m in (light, model))
-    assert_close(y, expected, 0.05)
-    assert type(model.stages["a"][1]) is Block
-
-
 @pytest.mark.parametrize("method", [slow("__call__"), "encode"])
 def test_linen_model_keeps_paths_and_nearly_its_gradients(method):
     model = LinenModel()
@@ -237,29 +215,6 @@ def test_linen_model_keeps_paths_and_nearly_its_gradients(method):
         "encoderblock_1",
     }
     assert len(actual) == 12
-
-
-def test_scanned_blocks_are_named():
-    class Scanned(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            def body(block, x, _):
-                return block(x), None
-
-            scan = nn.scan(
-                body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-            )
-            return scan(LinenBlock(name="layers"), x, None)[0]
-
-    model, x = Scanned(), jax.random.normal(jax.random.key(1), (2, 32, WIDTH))
-    params = model.init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match=r"name them with blocks=.*below layers"):
-        coat.fp8(model).apply(params, x)
-    light = coat.fp8(model, blocks="layers")
-    actual = saved(light.apply, params, x)
-    assert saved_bytes(actual) < saved_bytes(saved(model.apply, params, x)) / 3
-    y, expected = (compiled(m.apply, params, x) for m in (light, model))
-    assert_close(y, expected, 0.1)
 
 
 @pytest.mark.internals

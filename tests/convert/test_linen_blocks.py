@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from helpers.converted import converted
 from helpers.gradients import flat
 
 import coat_jax as coat
@@ -15,14 +16,6 @@ pytestmark = pytest.mark.internals
 
 WIDTH = 128
 X = jax.random.normal(jax.random.key(0), (8, 16, WIDTH))
-
-
-def converted(fn, *args) -> set[str]:
-    """Returns the blocks with FP8 matmuls, of which FP8 copies are saved, too."""
-    report = coat.fp8_report(fn, *args)
-    assert "float8" in str(coat.residual_report(fn, *args)), report
-    assert report.called == report.blocks
-    return {row.block for row in report.rows if row.converted}
 
 
 class ScanBlock(nn.Module):
@@ -123,6 +116,8 @@ def test_linen_stacks_are_named(lift, inner):
     params = linen_nearly(light, Stacked())
     report = coat.fp8_report(light, params, X)
     assert {(row.block, row.converted) for row in report.rows} == {("layers", True)}
+    with pytest.raises(ValueError, match=r"name them with blocks=.*below layers"):
+        coat.fp8(Stacked()).apply(params, X)
 
 
 def test_a_class_is_a_block_here_and_another_module_there():

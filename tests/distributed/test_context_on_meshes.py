@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.gradients import distances
 from helpers.marks import slow
 from helpers.sharded import COLLECTIVES, as_kernels
 from jax.sharding import AxisType, NamedSharding
@@ -114,13 +115,6 @@ def run_on(context, recipe, of_parts=True, length=LENGTH, **changes):
     compiled = jax.jit(step, out_shardings=results).lower(*args).compile()
     loss, grads = jax.device_get(compiled(*args))
     return loss, grads, compiled.as_text()
-
-
-def distances(actual, expected) -> list[float]:
-    """Returns the distance of each array, relative to the size of the expected one."""
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
-    return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in wide]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -254,23 +254,6 @@ def test_weights_that_are_gathered_are_not_saved(recipe):
 
 
 @pytest.mark.slow
-def test_rows_without_place_make_results_nan():
-    mesh, (x, _) = mesh_of(expert=2), streams()
-    params = parameters(EXPERTS, "one device")
-    tight = dataclasses.replace(EXPERTS, buffer=1.0)
-    arguments = placed(mesh, params, x, axes="expert")
-
-    def output(experts):
-        layer = layer_of("bf16", experts, "expert")
-        run = jax.jit(layer, compiler_options=QUICK)
-        return np.asarray(run(*arguments)[0])
-
-    assert Chunks.of(2 * LENGTH, tight, 2, "expert").rows == 16
-    assert np.isnan(output(tight)).all()
-    assert np.isfinite(output(dataclasses.replace(EXPERTS, buffer=2.0))).all()
-
-
-@pytest.mark.slow
 def test_weights_of_a_device_within_shard_map():
     mesh, (x, _) = mesh_of(expert=2), streams()
     params, layer = parameters(EXPERTS, "random"), layer_of("coat", EXPERTS)

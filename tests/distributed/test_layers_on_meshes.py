@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.gradients import distances
 from helpers.marks import slow
 from helpers.models import normal
 from helpers.sharded import COLLECTIVES, as_kernels
@@ -151,13 +152,6 @@ def without_histories(results):
     y, dparams, dx = results
     saved = nnx.State({name: x for name, x in dparams.items() if name != "amax"})
     return (y, saved, dx), jax.tree.leaves(dparams.get("amax", {}))
-
-
-def distances(actual, expected) -> list[float]:
-    """Returns the distance of each array, relative to the size of the expected one."""
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
-    return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in wide]
 
 
 @BOTH

@@ -93,20 +93,6 @@ def test_moments_in_float32_beside_quantized_ones(how):
     assert not collectives(program)
 
 
-@pytest.mark.usefixtures("as_kernel")
-@pytest.mark.parametrize(
-    ("shape", "layout"),
-    [
-        ((8, 1), only("both")),
-        ((1, 8), only("tensor")),
-        ((2, 4), only("stacked")),
-    ],
-)
-def test_meshes(shape, layout):
-    tx = coat.fp8_adamw(optax.constant_schedule(1e-2))
-    assert not collectives(check_steps(tx, fused(tx), mesh_of(*shape), layout))
-
-
 @pytest.mark.parametrize(
     ("either", "axis_type", "shape", "spec", "scales"),
     [
@@ -190,19 +176,6 @@ def test_inside_of_shard_map(manual):
             cut = functools.partial(shard, i=i, j=j)
             of_shard = jax.jit(step)(*jax.tree.map(cut, (grads, state, params)))
             assert_same_bits(jax.tree.map(cut, after), jax.device_get(of_shard))
-
-
-@pytest.mark.usefixtures("as_kernel")
-def test_vmap_is_a_loop():
-    tx, rows = coat.fp8_adamw(1e-2), random_tree(0, {"w": ((3, 64, 128), P())})["w"]
-    step = functools.partial(coat.fused_update, tx)
-    states = jax.vmap(tx.init)(rows)
-    together = jax.jit(jax.vmap(step))(rows, states, rows)
-    for i in range(3):
-        alone = jax.jit(step)(
-            rows[i], jax.tree.map(lambda x, i=i: x[i], states), rows[i]
-        )
-        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], together), alone)
 
 
 @pytest.mark.usefixtures("as_kernel")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import os
 import signal
 import socket
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.kills import Killed, on_call
 from helpers.main_job import bits, rows_of, tiny, write_letters
 from helpers.marks import slow
 
@@ -80,13 +78,6 @@ def test_microbatches_on_a_mesh_sum_to_the_batch():
     np.testing.assert_allclose(
         _rows("data=2,tensor=4", accumulate=4), _rows(), rtol=1e-4
     )
-
-
-@pytest.mark.slow
-def test_fp8_trains_on_a_mixed_mesh_as_on_one_device():
-    """Codes differ here and there, because sums have another order."""
-    alone = _rows(recipe="coat", dtype=jnp.bfloat16)
-    np.testing.assert_allclose(_rows(MIXED, "coat", jnp.bfloat16), alone, rtol=0.02)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", MIXED])
@@ -172,24 +163,6 @@ def _logged(folder):
         [row["loss"], row["grad_norm"], row.get("val_loss", 0)]
         for row in rows_of(folder)
     ]
-
-
-@pytest.mark.slow
-def test_one_device_then_four_then_two(text, tmp_path, on_devices):
-    argv = [*_TINY, *text, "--steps", 9, "--save-every", 2, "--eval-every", 4]
-    alone, moved = tmp_path / "alone", tmp_path / "moved"
-    assert on_devices(1, *argv, "--out", alone) == 0
-    for count, start in (1, [*argv, "--out", moved]), (4, ["--resume", moved]):
-        with pytest.MonkeyPatch.context() as patch:
-            on_call(patch, training.Trainer, "step", 4)
-            with pytest.raises(Killed):
-                on_devices(count, *start)
-    assert on_devices(2, "--resume", moved, "--profile") == 0
-    np.testing.assert_allclose(_logged(moved), _logged(alone), rtol=2e-3)
-    (row,) = json.loads((moved / "summary.json").read_text())["rows"]
-    assert (row["mesh"], row["devices"]) == ("fsdp=2", 2)
-    assert row["tokens_per_s_per_device"] == row["tokens_per_s"] / 2
-    assert list((moved / "profile" / "bf16").rglob("*.xplane.pb"))
 
 
 def _free_port() -> int:

@@ -53,6 +53,13 @@ def linear(x, w):
     return coat.fp8_dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
 
 
+def rms(x, scale=1.0):
+    """Computes RMS norm in float32, as users write it."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + 1e-6) * scale).astype(x.dtype)
+
+
 def tensor(x, format=oracle.E4M3):
     """Quantizes per tensor and dequantizes, in float64."""
     return fake(np.asarray(x, np.float32), None, format).astype(np.float64)

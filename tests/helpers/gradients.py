@@ -41,6 +41,13 @@ def assert_close(actual, expected, tolerance: float):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
 
 
+def distances(actual, expected) -> list[float]:
+    """Returns the distance of each array, relative to the size of the expected one."""
+    pairs = zip(*map(jax.tree.leaves, (actual, expected)), strict=True)
+    wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
+    return [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in wide]
+
+
 def compiled(fn, *args):
     """Returns `fn(*args)` under jit, compiled quickly rather than well."""
     options = {

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import pallas_kernels as pk
 from helpers import oracle
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -105,3 +106,18 @@ def assert_identical(actual, expected):
         nan = np.isnan(b.astype(np.float32))
         np.testing.assert_array_equal(np.isnan(a.astype(np.float32)), nan)
         np.testing.assert_array_equal(a.view(bits)[~nan], b.view(bits)[~nan])
+
+
+def adam(grads, params, codes, scale, exponent, seed):
+    """Runs Adam's kernel on arrays of `adam_arrays`."""
+    scalars = pk.AdamScalars(0.9, 0.95, 1e-8, 0.0, 1.5, 0.0, 1.1, 1e-4, 0.1)
+    moments = pk.Moments(codes, scale, codes, scale, exponent)
+    return pk.adam(scalars, grads, moments, seed, seed, params, implementation="mosaic")
+
+
+def adam_arrays(rows=64, n=128):
+    """Returns abstract arrays of a step of Adam, with groups of 128."""
+    array = jax.ShapeDtypeStruct
+    grads, groups = array((rows, n), BF16), (rows, n // 128)
+    moments = array((rows, n), E4M3), array(groups, F32), array(groups, jnp.uint8)
+    return grads, grads, *moments, array((), jnp.uint32)

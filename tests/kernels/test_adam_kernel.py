@@ -262,14 +262,6 @@ def test_stochastic_rounding_is_unbiased_and_between_the_neighbours():
     assert abs(bias.mean()) < 4 * 0.5 / np.sqrt(draws * bias.size)
 
 
-def test_weight_decay_alone_shrinks_parameters():
-    grads, moments, params = random_state((32, 128), F32)
-    zeros = jax.tree.map(jnp.zeros_like, (grads, moments))
-    after, _ = run("interpret", SCALARS, *zeros, params)
-    expected = optax.apply_updates(params, -LR * DECAY * params)
-    np.testing.assert_allclose(after, expected, rtol=1e-6)
-
-
 def _twice(x):
     return x.repeat(2, 0)
 

@@ -4,6 +4,7 @@ The tests need no GPU.
 """
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from coat_jax.models import llama, lora
 from experiments.bench import foreign, model_step, moe_layers, moe_parallel
 from experiments.common import kernel_cases, layer_cases, sm90
 from experiments.common.timing import OPTIONS
+from experiments.kernels import resources
 from experiments.kernels.resources import FAMILIES, RESULTS, hardest
 from pallas_kernels.dispatch import devices
 
@@ -74,15 +76,49 @@ def assert_no_more_than_recorded(rows, families):
     assert not grown, _HOW
 
 
+def _most_registers(family):
+    return max(row["registers"] for row in recorded(family).values())
+
+
+def state_of_kernels():
+    """Returns a hash of all that decides what kernels take: sources and compilers."""
+    files = [*(_ROOT / "pallas_kernels").rglob("*.py"), resources.__file__]
+    files += [kernel_cases.__file__, sm90.__file__, RESULTS]
+    state = hashlib.sha256(json.dumps(sm90.versions()).encode())
+    for file in sorted(map(Path, files)):
+        state.update(file.read_bytes())
+    return state.hexdigest()
+
+
+def hardest_rows(config, families):
+    """Returns the rows of the hardest cases, compiled once for a state of the kernels.
+
+    `pytest --cache-clear` forgets them.
+    """
+    name, state = f"kernels/{families[0]}", state_of_kernels()
+    cache = getattr(config, "cache", None)  # None with -p no:cacheprovider.
+    known = cache and cache.get(name, None)
+    if known and known["state"] == state:
+        return known["rows"]
+    rows = compiled("--hardest", *families)
+    if cache:
+        cache.set(name, {"state": state, "rows": rows})
+    return rows
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     "families",
-    [["products", "parts", "heads", *_GATES], ["norm", "adam", "quantize", "grouped"]],
+    [
+        # Activations differ by a few instructions, so one of them would spill first.
+        ["products", "parts", "heads", max(_GATES, key=_most_registers)],
+        ["norm", "adam", "quantize", "grouped"],
+    ],
     ids=" ".join,
 )
-def test_hardest_cases_compile_and_take_no_more_than_recorded(families):
+def test_hardest_cases_compile_and_take_no_more_than_recorded(families, pytestconfig):
     """The case of each kernel with most registers is the first that would spill."""
-    rows = compiled("--hardest", *families)
+    rows = hardest_rows(pytestconfig, families)
     cases = [case for family in families for case in hardest(family)]
     assert len({case.name for case in cases}) >= len(families)
     assert by_case(rows).keys() == {tuple(case.names.values()) for case in cases}

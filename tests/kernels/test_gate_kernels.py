@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.gates import (
-    ACTIVATIONS,
     ERROR,
     SCALE,
     apart,
@@ -34,7 +33,6 @@ from helpers.kernels import (
 )
 
 import pallas_kernels as pk
-from coat_jax.layers import recipes as blocks
 
 
 @every_implementation
@@ -160,19 +158,6 @@ def test_what_is_not_finite(implementation, n):
     nan = np.isnan(np.asarray(out.values, F32))
     assert nan[3, :, 80:96].all()
     assert nan.sum() == 32
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_references_are_the_librarys(activation):
-    groups, dy = inputs((16, 2, 64))
-    both = jnp.asarray(decoded(groups), F32)
-    function = blocks.GATES[activation]
-    y, vjp = jax.vjp(lambda both: function(both[:, 0], both[:, 1]), both)
-    out = jax.jit(functools.partial(pk.gated, activation=activation))(groups)
-    np.testing.assert_allclose(np.asarray(out.values, F32), y, rtol=0.01, atol=1e-6)
-    out = jax.jit(functools.partial(pk.gated_grad, activation=activation))(groups, dy)
-    (grads,) = vjp(dy.astype(F32))
-    np.testing.assert_allclose(np.asarray(out.values, F32), grads, rtol=0.01, atol=1e-4)
 
 
 @every_kernel

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.kernels import adam, adam_arrays
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -65,20 +66,6 @@ def custom_calls(lowered):
 
 def hashes(lowered):
     return re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', lowered)
-
-
-def adam(grads, params, codes, scale, exponent, seed):
-    scalars = pk.AdamScalars(0.9, 0.95, 1e-8, 0.0, 1.5, 0.0, 1.1, 1e-4, 0.1)
-    moments = pk.Moments(codes, scale, codes, scale, exponent)
-    return pk.adam(scalars, grads, moments, seed, seed, params, implementation="mosaic")
-
-
-def adam_arrays(rows=64, n=128):
-    array = jax.ShapeDtypeStruct
-    grads = array((rows, n), jnp.bfloat16)
-    codes, scale = array((rows, n), jnp.float8_e4m3fn), array((rows, 1), jnp.float32)
-    exponent = array((rows, 1), jnp.uint8)
-    return grads, grads, codes, scale, exponent, array((), jnp.uint32)
 
 
 def matmul(a, b):

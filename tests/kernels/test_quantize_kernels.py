@@ -56,7 +56,7 @@ def test_groups_are_quantized_as_specified(implementation, shape, dtype, codes, 
 
 
 @every_implementation
-@pytest.mark.parametrize(("shape", "dtype", "codes", "group"), GROUP_CASES)
+@pytest.mark.parametrize(("shape", "dtype", "codes", "group"), GROUP_CASES[1:4])
 def test_groups_are_decoded(implementation, shape, dtype, codes, group):
     stored = pk.Scaled(*encoded_groups(adversarial(shape, dtype), codes, group))
     decode = functools.partial(pk.dequantize_groups, dtype=dtype)
@@ -120,8 +120,9 @@ def test_long_rows_on_a_gpu(shape):
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("shape", [(33, 160), (7, 128, 144), (1024,)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((33, 160), F32), ((7, 128, 144), BF16), ((1024,), F32)]
+)
 def test_maxima_keep_nan(implementation, dtype, shape):
     x = adversarial(shape, dtype)
     for piece, expected in (
@@ -135,7 +136,7 @@ def test_maxima_keep_nan(implementation, dtype, shape):
 
 
 @every_implementation
-@pytest.mark.parametrize("at", [(0, 0), (0, -1), (1, 5000), (2, -1)])
+@pytest.mark.parametrize("at", [(0, -1), (1, 5000)])
 def test_maxima_are_of_all_arrays(implementation, at):
     shapes = (1040,), (9, 2048), (1040,)
     arrays = [np.array(numbers(s, seed=i), np.float32) for i, s in enumerate(shapes)]
@@ -158,8 +159,14 @@ def test_maxima_of_batches(implementation):
 
 
 @every_implementation
-@pytest.mark.parametrize("copies", ["row", "transposed", "both"])
-@pytest.mark.parametrize(("shape", "dtype", "codes"), TILE_CASES)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "codes", "copies"),
+    [
+        *[(*case, "both") for case in TILE_CASES],
+        (*TILE_CASES[1], "row"),
+        (*TILE_CASES[2], "transposed"),
+    ],
+)
 def test_tensors_are_quantized_as_specified(
     implementation, shape, dtype, codes, copies
 ):
@@ -177,8 +184,9 @@ def test_tensors_are_quantized_as_specified(
 
 
 @every_implementation
-@pytest.mark.parametrize("copies", ["row", "both"])
-@pytest.mark.parametrize("last", [3.0, -np.inf, np.nan])
+@pytest.mark.parametrize(
+    ("copies", "last"), [("row", np.nan), ("both", 3.0), ("both", -np.inf)]
+)
 def test_maxima_beside_codes(implementation, copies, last):
     x = numbers((256, 192), seed=3).at[-1, -1].set(last)
     quantize = functools.partial(pk.quantize_tensor, copies=copies, keep_maxima=True)
@@ -279,24 +287,6 @@ def test_what_kernels_do_not_take_is_left_to_the_reference():
         assert_identical(both, [codes, transposed, scale])
         assert_identical(jax.jit(pk.transpose)(both.row), transposed)
     assert pk.maxima(jnp.zeros((0, 4))).max() == 0
-
-
-@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
-def test_what_does_not_go_together_is_named(implementation):
-    x = numbers((128, 64))
-    how = {"implementation": implementation}
-    for scale in (jnp.ones(64), jnp.ones((1, 1))):
-        for function, arrays in (
-            (pk.quantize_tensor, [x]),
-            (pk.gated, [x[:, None].repeat(2, axis=1)]),
-        ):
-            with pytest.raises(ValueError, match="scale must be a scalar, got the sh"):
-                function(*arrays, scale=scale, **how)
-    with pytest.raises(ValueError, match="scale must be a scalar, got None"):
-        pk.quantize_tensor(x, None, **how)
-    for group in (0, -16, 1.5):
-        with pytest.raises(ValueError, match=f"positive int, got {group}"):
-            pk.quantize_groups(x, group=group, **how)
 
 
 @every_implementation

@@ -16,7 +16,6 @@ from helpers.kernels import (
 )
 from helpers.marks import slow
 
-import coat_jax as coat
 import pallas_kernels as pk
 
 # Half a step above the largest code. Anything up to it rounds to the largest code or
@@ -90,16 +89,6 @@ def test_edges(implementation, dtype):
         if np.isnan(expected(bound, dtype)):
             limited = np.nan
         assert_identical(actual, np.float32(limited))
-
-
-def test_they_are_those_of_quantize():
-    x = jax.random.normal(jax.random.key(0), (64, 256))
-    for format in (coat.E4M3, coat.E5M2):
-        (scale,) = pk.tensor_scales(
-            pk.Bound((pk.maxima(x),)), dtype=format.dtype, implementation="reference"
-        )
-        q = coat.quantize(x, format=format, granularity=coat.PerTensor())
-        assert_identical(scale, q.scale.reshape(()))
 
 
 @every_kernel

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.kernels import adam, adam_arrays
 from jax import lax
 
 import pallas_kernels as pk
@@ -115,20 +116,9 @@ def test_custom_calls_have_the_types_of_the_program():
     assert types == "(tensor<64x512xbf16>, tensor<f32>) -> tensor<64x512xf8E4M3FN>"
 
 
-def adam(grads, params, codes, scale, exponent, seed):
-    scalars = pk.AdamScalars(0.9, 0.95, 1e-8, 0.0, 1.5, 0.0, 1.1, 1e-4, 0.1)
-    moments = pk.Moments(codes, scale, codes, scale, exponent)
-    return pk.adam(scalars, grads, moments, seed, seed, params, implementation="mosaic")
-
-
 @pytest.mark.parametrize(("rows", "calls"), [(64, 1), (9, 2)])
 def test_what_is_overwritten_has_the_type_of_the_result(rows, calls):
-    array = jax.ShapeDtypeStruct
-    grads = array((rows, 1024), jnp.bfloat16)
-    codes, scale = array(grads.shape, E4M3), array((rows, 8), jnp.float32)
-    exponent = array((rows, 8), jnp.uint8)
-    arrays = grads, grads, codes, scale, exponent, array((), jnp.uint32)
-    text = lowered(views.without_reshapes(adam), *arrays)
+    text = lowered(views.without_reshapes(adam), *adam_arrays(rows, 1024))
     actual = re.findall(r"stablehlo.custom_call @mosaic_gpu_v2.*", text)
     assert len(actual) == calls
     aliases = r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)"

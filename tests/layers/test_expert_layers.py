@@ -347,31 +347,6 @@ def test_equal_experts_are_a_dense_layer():
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16", "te", "coat"])
-def test_vmap_and_scan_and_checkpoint(name):
-    experts, recipe = KINDS["shared"][0], recipes.RECIPES[name]
-    x, dy = tokens()
-    params = parameters(experts)
-
-    @jax.checkpoint
-    def layer(params, x):
-        options = {"norm": NORM, "gate": "silu", "experts": experts}
-        y, shares = recipe.experts(params, recipe.enter(x), **options)
-        return recipe.leave(y), Routing.of(shares)
-
-    def gradients(x, dy):
-        return with_gradients(layer, params, x, dy)
-
-    pair = jnp.stack([x, x[::-1] * 2]), jnp.stack([dy, dy[::-1]])
-    one_by_one = [jax.jit(gradients)(*(v[i] for v in pair)) for i in range(2)]
-    stacked = jax.tree.map(lambda *v: jnp.stack(v), *one_by_one)
-    mapped = jax.jit(jax.vmap(gradients))(*pair)
-    scanned = jax.jit(lambda v: jax.lax.map(lambda v: gradients(*v), v))(pair)
-    for results in (mapped, scanned):
-        assert_close(results, stacked, 1e-5)
-
-
 def test_options_that_do_not_go_together_are_refused():
     for options, rule in (
         ({"top_k": 6}, "top_k must be at most num_experts 5, got 6"),

@@ -1,6 +1,7 @@
 """Tests that a state from a hostile or damaged file is refused, by place and rule."""
 
 import copy
+import dataclasses
 import traceback
 from pathlib import Path
 
@@ -281,6 +282,14 @@ def test_a_state_of_other_parameters_is_refused(state):
     swapped = state[0]._replace(inner_state=TX.init(PARAMS))
     with pytest.raises(ValueError, match=r"state\[0\]\.inner_state has"):
         check_restored((swapped, *state[1:]), TX.init(PARAMS))
+
+
+def test_an_average_of_another_power_is_refused(state, like):
+    inner = state[0].inner_state
+    mu = inner.mu | {"w": dataclasses.replace(inner.mu["w"], power=2.0)}
+    changed = state[0]._replace(inner_state=inner._replace(mu=mu))
+    with pytest.raises(ValueError, match=r"mu\['w'\]\.power must be 3.0, got 2.0"):
+        check_restored((changed, *state[1:]), like)
 
 
 def in_flax(error) -> bool:

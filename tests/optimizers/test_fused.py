@@ -270,14 +270,6 @@ def test_swapped_arguments_are_named():
             coat.fused_update(ADAMW, *arguments)
 
 
-def test_lookahead_is_refused():
-    """`optax.lookahead` passes no extra arguments to the inner transformation."""
-    tx = optax.lookahead(ADAMW, 2, 0.5)
-    params = optax.LookaheadParams.init_synced(jnp.ones(SHAPE))
-    with pytest.raises(ValueError, match="no fp8_adamw was reached"):
-        coat.fused_update(tx, jnp.ones(SHAPE), tx.init(params), params)
-
-
 def test_none_leaves_and_empty_trees():
     params = {"w": jnp.ones(SHAPE), "none": None, "empty": {}, "zero": jnp.ones((0, 3))}
     after, state = fused(ADAMW, params, [params])

@@ -112,44 +112,6 @@ def assert_stored(q: coat.QuantizedArray, moment: np.ndarray, error=0.0) -> int:
     return loose
 
 
-@either_scheme
-def test_a_free_running_oracle_stays_beside_the_optimizer(normalize_mu):
-    """A float64 Adam with the oracle's quantization, never shown the state, agrees."""
-    options = {"normalize_mu": normalize_mu, "rounding": "nearest"}
-    tx = coat.scale_by_fp8_adam(B1, B2, EPS, **options)
-    state = tx.init(jnp.zeros(SHAPE))
-    m = v = np.zeros(SHAPE)
-    for step in range(1, 7):
-        g = gradients(step)
-        updates, state = tx.update(jnp.asarray(g), state)
-        m, v = (1 - B1) * g + B1 * m, (1 - B2) * g.astype(np.float64) ** 2 + B2 * v
-        hat = (m / (1 - B1**step)) / (np.sqrt(v / (1 - B2**step)) + EPS)
-        ratio, v = m / np.sqrt(v), oracle_round_trip(v, of=oracle.UE4M4)
-        m = oracle_round_trip(m)
-        if normalize_mu:
-            m = oracle_round_trip(ratio, k=48) * np.sqrt(v)
-    mu, nu = read(state)
-    for stored, expected in ((mu, m), (nu, v), (updates, hat)):
-        close = np.isclose(stored, expected, rtol=1e-3, atol=0)
-        # Few codes are a tie's neighbour, or have another k.
-        assert np.mean(close) > 0.98
-
-
-def oracle_round_trip(
-    moment: np.ndarray, k: int | None = None, of: oracle.Format = oracle.E4M3
-) -> np.ndarray:
-    """Quantizes and dequantizes, with `k` in sixteenths or with each group's own k."""
-    moment = moment.astype(np.float32)
-    scales, powers, values = {}, {}, np.zeros_like(moment)
-    for index, where in oracle.groups(moment.shape, (128,)):
-        group, scale = moment[where], oracle.moment_scale(moment[where], of)
-        least, _ = oracle.power_bounds(group, scale, of, oracle.OCTAVES)
-        scales[index], powers[index] = scale, least if k is None else k
-        low, high = oracle.expanded_bounds(group, scale, powers[index], of)
-        values[where] = np.where(np.abs(group) > 0, high, low)
-    return oracle.dequantize(values, scales, (128,), powers, of)
-
-
 def test_the_normalized_first_moment_halves_the_error_of_updates():
     """Gradients keep sign and size per element for 20 steps, with as much noise."""
     signal, rng = gradients(0), np.random.default_rng(1)

@@ -8,60 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.kernels import OPTIMIZED
 from helpers.optimizers import (
     SHAPE,
     assert_same_bits,
     assert_trees_equal,
     every_optimizer,
     gradients,
-    is_quantized,
     run,
-    scaled,
 )
 
 import coat_jax as coat
-
-
-def parabola(params):
-    x, y = params
-    return jnp.sum(jnp.square(x - 1)) + jnp.sum(jnp.square(y + 1)), (1.0, -1.0)
-
-
-def rosenbrock(params):
-    x, y = params
-    return jnp.sum(jnp.square(1 - x) + 100 * jnp.square(y - x * x)), (1.0, 1.0)
-
-
-def starts(seed: int) -> tuple:
-    """Returns one start per element for x and y, enough elements for FP8."""
-    rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.uniform(-1, 1, SHAPE), jnp.float32) for _ in "xy")
-
-
-@pytest.mark.parametrize(
-    ("make", "problem"), [(scaled, parabola), (coat.fp8_adamw, rosenbrock)]
-)
-def test_optimization(make, problem):
-    params = starts(0)
-    options = {"weight_decay": 0} if make is coat.fp8_adamw else {}
-    tx = make(optax.cosine_decay_schedule(3e-1, 2000), **options)
-
-    # Optimized compilation pays off over so many steps.
-    @functools.partial(jax.jit, compiler_options=OPTIMIZED)
-    def train(params, state):
-        def step(carry, _):
-            params, state = carry
-            grads = jax.grad(lambda p: problem(p)[0])(params)
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        return jax.lax.scan(step, (params, state), length=2000)[0]
-
-    params, state = train(params, tx.init(params))
-    for actual, expected in zip(params, problem(params)[1], strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=3e-2, atol=3e-2)
-    assert is_quantized(state[0].mu[0])
 
 
 @every_optimizer
@@ -137,73 +93,6 @@ def test_none_beside_quantized_leaves():
     assert jax.tree.structure(coat.to_optax_state(state)[0].mu) == jax.tree.structure(
         params
     )
-
-
-def test_complex_parameters_are_refused():
-    with pytest.raises(
-        ValueError, match=r"must be real, got complex64 at parameter\['z'\]"
-    ):
-        coat.fp8_adamw(1e-2).init({"w": jnp.ones(3), "z": jnp.ones(3, jnp.complex64)})
-
-
-def test_decay_is_masked_by_parameter():
-    params = {"w": jnp.ones(SHAPE), "b": jnp.ones((8,))}
-    zero = jax.tree.map(jnp.zeros_like, params)
-    for mask in (
-        {"w": True, "b": False},
-        lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
-    ):
-        tx = coat.fp8_adamw(0.1, weight_decay=0.5, mask=mask)
-        _, updates, _ = run(tx, params, [zero])
-        np.testing.assert_allclose(updates["w"], -0.05, rtol=1e-6)
-        assert not np.any(updates["b"])
-
-
-def test_schedules_scale_each_step():
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 2, 6)
-    grads, params = [jnp.asarray(gradients(i)) for i in range(4)], jnp.ones(SHAPE)
-    tx, unit = coat.fp8_adamw(schedule, weight_decay=0.0), scaled(1.0)
-    state, unit_state = tx.init(params), unit.init(params)
-    for step, g in enumerate(grads):
-        updates, state = tx.update(g, state, params)
-        expected, unit_state = unit.update(g, unit_state, params)
-        np.testing.assert_allclose(updates, schedule(step) * expected, rtol=1e-6)
-
-
-def test_tree_utilities_find_the_moments():
-    params = {"w": jnp.ones(SHAPE), "b": jnp.ones((8,))}
-    tx = optax.chain(optax.clip_by_global_norm(1.0), coat.fp8_adamw(1e-3))
-    state = tx.init(params)
-    assert (
-        optax.tree.get(state, "count", filtering=lambda path, _: "0" in str(path)) == 0
-    )
-    assert is_quantized(optax.tree.get(state, "nu")["w"])
-    marked = optax.tree.map_params(tx, lambda m: "moment", state)
-    assert marked[1][0].mu["b"] == marked[1][0].mu["w"].codes == "moment"
-    assert marked[1][0].count == 0
-
-
-@every_optimizer
-def test_map_params_maps_moments_and_nothing_else(make):
-    params = {"w": jnp.ones(SHAPE), "b": jnp.ones((8,))}
-    tx = make(optax.constant_schedule(1e-2))
-    state = tx.init(params)
-    assert_same_bits(optax.tree.map_params(tx, lambda leaf: leaf, state), state)
-    shapes = optax.tree.map_params(
-        tx, lambda leaf: leaf.shape, state, transform_non_params=lambda _: "other"
-    )
-    assert shapes[0].count == "other"
-    assert shapes[0].mu["b"] == (8,)
-    assert shapes[0].nu["w"].codes == SHAPE
-    specs = optax.tree.map_params(
-        tx,
-        lambda moment, spec: jax.tree.map(lambda _: spec, moment),
-        state,
-        {"w": "model", "b": "none"},
-        is_leaf=is_quantized,
-    )
-    assert specs[0].nu["w"].scale == specs[0].nu["w"].codes == "model"
-    assert specs[0].mu["b"] == "none"
 
 
 def test_the_state_is_a_scan_carry_and_vmaps():

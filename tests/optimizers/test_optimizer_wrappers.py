@@ -1,7 +1,5 @@
 """Tests FP8 Adam inside optax's combinators and wrappers."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,34 +15,11 @@ from helpers.optimizers import (
     is_quantized,
     run,
     run_on,
+    scaled,
 )
 from helpers.versions import as_pure, same_bits
 
 import coat_jax as coat
-
-
-@every_optimizer
-def test_chain_with_clipping_scales_the_gradients_first(make):
-    params, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(3)]
-    clip = optax.clip_by_global_norm(0.1)
-    clipped = [clip.update(g, optax.EmptyState())[0] for g in grads]
-    after, updates, state = run(optax.chain(clip, make(1e-2)), params, grads)
-    expected = run(make(1e-2), params, clipped)
-    assert_same_bits((after, updates, state[1]), expected)
-
-
-@every_optimizer
-def test_masked_leaves_the_rest_alone(make):
-    params = {"w": jnp.ones(SHAPE), "frozen": jnp.ones(SHAPE)}
-    grads = jax.tree.map(lambda p: jnp.asarray(gradients(3)), params)
-    _, expected, _ = run(make(1e-2), params["w"], [grads["w"]])
-    for mask in (
-        {"w": True, "frozen": False},
-        lambda p: {name: name == "w" for name in p},
-    ):
-        _, updates, state = run(optax.masked(make(1e-2), mask), params, [grads])
-        assert_trees_equal(updates, {"w": expected, "frozen": grads["frozen"]})
-        assert isinstance(state.inner_state[0].mu["frozen"], optax.MaskedNode)
 
 
 @pytest.mark.parametrize("quantize_mask", [None, {"w": True, "v": False, "b": True}])
@@ -65,25 +40,6 @@ def test_partition_gives_each_its_own(partition, quantize_mask):
     inner = state.inner_states["fp8"].inner_state[0]
     assert is_quantized(inner.mu["w"])
     assert isinstance(inner.mu["v"], optax.MaskedNode)
-
-
-def test_injected_hyperparameters_are_read_back_and_used():
-    schedule = optax.linear_schedule(1e-2, 0.0, 4)
-    injected = optax.inject_hyperparams(coat.fp8_adamw)(schedule, weight_decay=0.1)
-    params, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(3)]
-    after, _, state = run(injected, params, grads, jit=True)
-    assert state.hyperparams["learning_rate"] == pytest.approx(5e-3)
-    assert state.hyperparams["b1"] == pytest.approx(0.9)
-    # Only one step is compared, since 1 - b1 rounds differently if b1 is an array.
-    plain = coat.fp8_adamw(schedule, weight_decay=0.1)
-    first, _, _ = run(injected, params, grads[:1], jit=True)
-    expected, _, _ = run(plain, params, grads[:1], jit=True)
-    np.testing.assert_allclose(first, expected, rtol=1e-5)
-    assert not np.allclose(first, after, rtol=1e-3)
-
-    state.hyperparams["b1"] = jnp.float32(0.5)
-    _, changed = injected.update(grads[0], state, params)
-    assert changed.hyperparams["b1"] == 0.5
 
 
 @every_optimizer
@@ -110,28 +66,11 @@ def test_functions_and_masks_pass_inject_hyperparams(make):
     assert "mask" not in state.hyperparams
 
 
-@every_optimizer
-def test_multi_steps_averages_gradients(make):
-    params, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(4)]
-    tx = optax.MultiSteps(make(1e-2), every_k_schedule=2)
-    after, _, state = run(tx, params, grads, jit=True)
-    means = [(grads[0] + grads[1]) / 2, (grads[2] + grads[3]) / 2]
-    expected, _, inner = run(make(1e-2), params, means, jit=True)
-    assert state.gradient_step == 2
-    np.testing.assert_allclose(after, expected, rtol=1e-5)
-    assert jax.tree.structure(state.inner_opt_state) == jax.tree.structure(inner)
-    # Between updates codes and scales stay as they are.
-    update, waiting = tx.update(grads[0], state, after)
-    assert not np.any(update)
-    assert_same_bits(waiting.inner_opt_state, state.inner_opt_state)
-
-
-@every_optimizer
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_a_non_finite_step_is_skipped_and_the_run_recovers_exactly(make, poison):
+@pytest.mark.parametrize("poison", [np.nan, -np.inf])
+def test_a_non_finite_step_is_skipped_and_the_run_recovers_exactly(poison):
     good = [jnp.asarray(gradients(i)) for i in range(4)]
     bad = good[1].at[3, 7].set(poison)
-    tx = optax.apply_if_finite(make(1e-2), max_consecutive_errors=3)
+    tx = optax.apply_if_finite(coat.fp8_adamw(1e-2), max_consecutive_errors=3)
     params = jnp.ones(SHAPE)
     after, _, state = run(tx, params, [*good[:2], bad, *good[2:]], jit=True)
     expected, _, clean = run(tx, params, good, jit=True)
@@ -140,7 +79,7 @@ def test_a_non_finite_step_is_skipped_and_the_run_recovers_exactly(make, poison)
 
 
 @pytest.mark.parametrize("normalize_mu", [True, False])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_without_apply_if_finite_the_group_is_lost(poison, normalize_mu):
     """optax.adamw loses one element; FP8 loses its group from the next step on."""
     good = [jnp.asarray(gradients(i)) for i in range(3)]
@@ -175,13 +114,12 @@ def test_without_apply_if_finite_the_group_is_lost(poison, normalize_mu):
         np.testing.assert_array_equal(later[name][~lost], clean[name][~lost])
 
 
-@every_optimizer
-@pytest.mark.parametrize("size", [1e19, 1e21, 3e38])
-def test_a_finite_gradient_whose_square_overflows_spoils_nothing(make, size):
+@pytest.mark.parametrize("size", [1e19, 3e38])
+def test_a_finite_gradient_whose_square_overflows_spoils_nothing(size):
     """The element's update is optax's, and its neighbours stay finite."""
     good = [jnp.asarray(gradients(i)) for i in range(4)]
     grads = [good[0], good[1].at[3, 7].set(size), *good[2:]]
-    params, tx, theirs = jnp.zeros(SHAPE), make(1e-2), optax.adam(1e-2)
+    params, tx, theirs = jnp.zeros(SHAPE), scaled(1e-2), optax.adam(1e-2)
     state, exact = tx.init(params), theirs.init(params)
     for g in grads:
         updates, state = jax.jit(tx.update)(g, state, params)
@@ -194,10 +132,9 @@ def test_a_finite_gradient_whose_square_overflows_spoils_nothing(make, size):
     assert size < 1e20 or expected[3, 7] == 0
 
 
-@every_optimizer
 @pytest.mark.parametrize("reset_state", [False, True])
-def test_lookahead(make, reset_state):
-    fast = make(1e-2)
+def test_lookahead(reset_state):
+    fast = coat.fp8_adamw(1e-2)
     tx = optax.lookahead(fast, 2, 0.5, reset_state=reset_state)
     start, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(3)]
     params = optax.LookaheadParams.init_synced(start)
@@ -212,31 +149,10 @@ def test_lookahead(make, reset_state):
     assert_same_bits(state.fast_state, expected)
 
 
-def test_schedule_free_evaluates_better_than_it_starts():
-    target = jnp.asarray(gradients(9))
-
-    def loss(w):
-        return jnp.mean(jnp.abs(w - target))
-
-    base = coat.fp8_adamw(1e-2, b1=0.0, weight_decay=0.0)
-    tx = optax.contrib.schedule_free(base, learning_rate=1e-2, b1=0.9)
-    params = jnp.zeros(SHAPE)
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state):
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    for _ in range(200):
-        params, state = step(params, state)
-    reached = optax.contrib.schedule_free_eval_params(state, params)
-    assert loss(reached) < 0.1 * loss(jnp.zeros(SHAPE))
-
-
 @same_bits
-@pytest.mark.parametrize("normalize_mu", [True, False])
-@pytest.mark.parametrize("transform", [lambda fn: fn, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("transform", "normalize_mu"), [(lambda fn: fn, True), (nnx.jit, False)]
+)
 def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -280,21 +196,3 @@ def test_states_of_variables_have_the_arrays_of_states_of_values():
     jax.tree.map(np.testing.assert_array_equal, as_pure(wide), requested)
     again = coat.from_optax_state(wide, state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
-
-
-def test_what_does_not_fit_is_named():
-    params = {"w": jnp.ones((64, 128))}
-    tx = coat.fp8_adamw(1e-2)
-    state, row = tx.init(params), {"w": jnp.ones(128)}
-    needed = r"gradient\['w'\] must have the shape \(64, 128\) of its mu, got"
-    for update in (tx.update, functools.partial(coat.fused_update, tx)):
-        with pytest.raises(ValueError, match=needed):
-            update(row, state, params)
-    with pytest.raises(
-        ValueError, match=r"must be a coat.QuantizedState, got ScaleByAdamS"
-    ):
-        tx.update(params, optax.adamw(1e-2).init(params), params)
-    with pytest.raises(ValueError, match="in FP8 already, and its counterpart is not"):
-        coat.from_optax_state(state, optax.adamw(1e-2).init(params))
-    with pytest.raises(ValueError, match="nu_format must be a coat format, got 'E4M3'"):
-        coat.fp8_adamw(1e-2, nu_format="E4M3")

@@ -164,6 +164,10 @@ def mismatches():
             like,
         ),
         "state must have the structure": (list(adamw.init(PARAMS)), like),
+        "in FP8 already, and its counterpart is not": (
+            coat.fp8_adamw(1e-2).init(PARAMS),
+            adamw.init(PARAMS),
+        ),
     }
 
 

@@ -73,7 +73,10 @@ def test_map_params_takes_a_tree_beside(wrapper):
         return jax.tree.map(lambda _: name, moment)
 
     expected = optax.tree.map_params(plain, names, theirs, reference)
-    actual = optax.tree.map_params(tx, names, ours, reference, is_leaf=is_quantized)
+    options = {"is_leaf": is_quantized, "transform_non_params": lambda _: "other"}
+    actual = optax.tree.map_params(tx, names, ours, reference, **options)
+    counts = optax.tree.get_all_with_path(actual, "count")
+    assert {count for _, count in counts} == {"other"}
     for field in ("mu", "nu"):
         [(_, mine)] = optax.tree.get_all_with_path(actual, field)
         [(_, exact)] = optax.tree.get_all_with_path(expected, field)

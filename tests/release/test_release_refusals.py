@@ -168,8 +168,9 @@ def clipped(limit, tx):
     return optax.chain(optax.clip_by_global_norm(limit), tx)
 
 
-@pytest.mark.parametrize("limit", [1e6, 0.01])
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unrolled"])
+@pytest.mark.parametrize(
+    ("stacked", "limit"), [(True, 1e6), (True, 0.01), (False, 0.01)]
+)
 def test_a_limited_norm_has_the_bits_of_optaxs_clipping(stacked, limit):
     params, tx = parameters(stacked=stacked), optax.sgd(1.0)
     loss = SCANNED if stacked else UNROLLED
@@ -187,8 +188,7 @@ def test_a_limited_norm_has_the_bits_of_optaxs_clipping(stacked, limit):
         assert np.mean(a != b) < 0.01
 
 
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unrolled"])
+@pytest.mark.parametrize(("stacked", "max_norm"), [(False, None), (True, 1.0)])
 def test_steps_that_are_not_finite_change_no_bit(stacked, max_norm):
     loss, params = (SCANNED, UNROLLED)[not stacked], parameters(stacked=stacked)
     tx = optax.adamw(1e-2)
@@ -240,21 +240,3 @@ def test_steps_above_a_loss_are_skipped():
     assert_same_tree_bits(same, [params, tx.init(params)])
     _, *expected = step(params, tx.init(params), tokens())
     assert_same_tree_bits(new, expected)
-
-
-@pytest.mark.slow
-def test_training_with_a_limited_norm_follows_optaxs_clipping():
-    params = parameters(stacked=True, dtype=jnp.float32)
-    limit, tx = 0.5, coat.fp8_adamw(1e-3)
-    chain = clipped(limit, tx)
-    steps = (
-        jax.jit(coat.value_and_update(SCANNED, tx, max_norm=limit)),
-        jax.jit(ordinary(SCANNED, chain)),
-    )
-    runs = [(params, tx.init(params)), (params, chain.init(params))]
-    for number in range(300):
-        batch = tokens(number)
-        (a, *runs[0]), (b, *runs[1]) = (
-            step(*run, batch) for step, run in zip(steps, runs, strict=True)
-        )
-        np.testing.assert_allclose(a, b, rtol=1e-3)

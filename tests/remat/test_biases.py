@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers.dots import assert_near, linear
+from helpers.dots import assert_near, gates, linear
 from helpers.gradients import assert_close, saved, saved_bytes, value_and_vjp
 from helpers.models import normal
 
@@ -151,7 +151,9 @@ def test_flax_layers():
 
     module, (_, x, _) = Mlp(), given()
     params = jax.jit(module.init)(jax.random.key(0), x)
-    assert biases(lambda p, x: fp8_remat(module).apply(p, x), params, x) == {F}
+    apply = fp8_remat(module).apply
+    assert biases(apply, params, x) == {F}
+    assert len(gates(apply, params, x)) == 1
     layer = nnx.Linear(
         K, F, dtype=BF16, param_dtype=F32, dot_general=fp8_dot_general, rngs=nnx.Rngs(0)
     )

@@ -10,19 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.dots import linear
+from helpers.dots import linear, rms
 from helpers.models import normal
 
 from coat_jax import fp8_remat
 
 K = 128
 BF16 = jnp.bfloat16
-
-
-def rms(x, scale):
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean + 1e-6) * scale).astype(x.dtype)
 
 
 @jax.custom_jvp

@@ -1,4 +1,7 @@
-"""Tests that `fp8_remat` gives gated MLPs the kernels of gates, and nothing else."""
+"""Tests that `fp8_remat` gives gates and activations before FP8 matmuls their kernels.
+
+An activation without a gate runs the gate's kernels, too. Nothing else does.
+"""
 
 import math
 
@@ -24,15 +27,7 @@ from helpers.dots import (
     rows,
     tensor,
 )
-from helpers.gradients import (
-    assert_close,
-    fake,
-    flat,
-    fp8_bytes,
-    saved,
-    saved_bytes,
-    value_and_vjp,
-)
+from helpers.gradients import fake, fp8_bytes, saved, saved_bytes, value_and_vjp
 from helpers.models import normal
 
 import coat_jax as coat
@@ -42,7 +37,7 @@ TOKENS, K, F = 96, 48, 64
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
-def mlp(product, dtype=BF16):
+def gated(product, dtype=BF16):
     """Returns a function of weights and x with `product(gate, up)` before the last."""
 
     def fn(weights, x):
@@ -52,19 +47,50 @@ def mlp(product, dtype=BF16):
     return fn
 
 
+def activated(activation, dtype=BF16):
+    """Returns a function of weights and x: an MLP with biases and no gate."""
+
+    def fn(weights, x):
+        up, bias, down = (w.astype(dtype) for w in weights)
+        return linear(activation(linear(x, up) + bias), down)
+
+    return fn
+
+
+def scaled(activation):
+    """Returns the MLP with scales in the place of biases, which stay with XLA."""
+
+    def fn(weights, x):
+        up, scale, down = (w.astype(BF16) for w in weights)
+        return linear(activation(linear(x, up) * scale), down)
+
+    return fn
+
+
 def silu(gate, up):
     return nn.silu(gate) * up
 
 
-def given(f=F, **options):
+def of_gates(f=F, **options):
+    """Returns the arguments of a gated MLP, and a gradient."""
     return mlp_arguments((K, f), (K, f), (f, 32), **options)
+
+
+def of_activations(f=F, **options):
+    """Returns the arguments of an MLP without a gate, and a gradient."""
+    return mlp_arguments((K, f), (f,), (f, 32), **options)
+
+
+either = pytest.mark.parametrize(
+    ("fn", "arguments"), [(gated(silu), of_gates), (activated(nn.gelu), of_activations)]
+)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_products_and_gradients_follow_their_formulas(name):
     activation, exact = ACTIVATIONS[name]
-    weights, x, dy = given()
-    fn = fp8_remat(mlp(lambda gate, up: activation(gate) * up))
+    weights, x, dy = of_gates()
+    fn = fp8_remat(gated(lambda gate, up: activation(gate) * up))
     y, (dws, dx) = value_and_vjp(fn, dy, weights, x)
     gate, up, down = (tensor(w.astype(BF16)) for w in weights)
     by_token = fake(np.asarray(x, np.float32), K).astype(np.float64)
@@ -84,7 +110,31 @@ def test_products_and_gradients_follow_their_formulas(name):
         assert_near(dw, right)
 
 
-FORMS = [
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_and_gradients_follow_their_formulas(name):
+    activation, exact = ACTIVATIONS[name]
+    weights, x, dy = of_activations()
+    y, (dws, dx) = value_and_vjp(fp8_remat(activated(activation)), dy, weights, x)
+    up, bias, down = (w.astype(BF16) for w in weights)
+    up, down = tensor(up), tensor(down)
+    by_token = fake(np.asarray(x, np.float32), K).astype(np.float64)
+    h = bfloat16(by_token @ up + np.asarray(bias, float))
+    assert_near(y, rows(exact(h)) @ down)
+    # Backward reads the copy of h, which is in groups of 16.
+    h = fake(h.astype(np.float32), 16).astype(np.float64)
+    step = 1e-5
+    slope = (exact(h + step) - exact(h - step)) / (2 * step)
+    dyq = tensor(dy, oracle.E5M2)
+    dh = bfloat16(bfloat16(dyq @ down.T) * slope)
+    dhq = tensor(dh, oracle.E5M2)
+    again = tensor(fake(np.asarray(x, np.float32), 16))
+    assert_near(dx, dhq @ up.T)
+    expected = [again.T @ dhq, dh.sum(0), tensor(exact(h)).T @ dyq]
+    for dw, right in zip(dws, expected, strict=True):
+        assert_near(dw, right, 2e-2)
+
+
+PRODUCTS = [
     (silu, BF16),
     (silu, F32),
     (lambda gate, up: up * nn.silu(gate), BF16),
@@ -96,22 +146,36 @@ FORMS = [
     (lambda gate, up: up * nn.gelu(gate, approximate=False), F32),
     (lambda gate, up: gate * 0.5 * up * jax.lax.erfc(-gate * math.sqrt(0.5)), F32),
 ]
+UNGATED = [
+    (nn.gelu, BF16),
+    (nn.gelu, F32),
+    (nnx.silu, BF16),
+    (jax.jit(nn.silu), BF16),
+    (lambda x: nn.silu(x.astype(F32)).astype(BF16), BF16),
+    (lambda x: x * jax.nn.sigmoid(x), F32),
+    (lambda x: nn.silu(2 * x), BF16),
+    (lambda x: 0.5 * x * jax.lax.erfc(-x * math.sqrt(0.5)), F32),
+]
+FORMS = [(gated(form, dtype), of_gates, 2, dtype) for form, dtype in PRODUCTS]
+FORMS += [(activated(form, dtype), of_activations, 1, dtype) for form, dtype in UNGATED]
+every_form = pytest.mark.parametrize(("fn", "arguments", "arrays", "dtype"), FORMS)
 
 
 @pytest.mark.internals
-@pytest.mark.parametrize(("product", "dtype"), FORMS)
-def test_gates_are_found_in_each_form(product, dtype):
-    weights, x, _ = given(dtype=dtype)
-    fn = mlp(product, dtype)
-    assert gates(fp8_remat(fn), weights, x) == {" ".join(2 * [f"{x.dtype}[96,1,64]"])}
+@every_form
+def test_each_form_is_found(fn, arguments, arrays, dtype):
+    weights, x, _ = arguments(dtype=dtype)
+    expected = " ".join(arrays * [f"{x.dtype}[96,1,64]"])
+    assert gates(fp8_remat(fn), weights, x) == {expected}
     assert not gates(fn, weights, x)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("product", "dtype"), FORMS)
-def test_gates_of_each_form_compute_the_same(product, dtype):
-    weights, x, dy = given(dtype=dtype)
-    assert_follows_autodiff(mlp(product, dtype), dy, weights, x)
+@every_form
+def test_each_form_computes_the_same(fn, arguments, arrays, dtype):
+    del arrays
+    weights, x, dy = arguments(dtype=dtype)
+    assert_follows_autodiff(fn, dy, weights, x)
 
 
 NEAR_MISSES = {
@@ -130,119 +194,124 @@ NEAR_MISSES = {
     "a transpose": lambda gate, up: (nn.silu(gate).T * up.T).T,
     "a row": lambda gate, up: nn.silu(gate) * up[:1],
 }
+UNGATED_MISSES = {
+    "another activation": nn.relu,
+    "a square": lambda x: jnp.square(nn.relu(x)),
+    "a slope of its own": lambda x: x * nn.sigmoid(1.702 * x),
+    "a factor": lambda x: nn.silu(x) * 2,
+    "a bias after it": lambda x: nn.silu(x) + 1,
+    "a narrow cast": lambda x: nn.silu(x).astype(jnp.float8_e4m3fn).astype(x.dtype),
+    "a shift": lambda x: jnp.roll(nn.silu(x), 1, axis=0),
+}
 
 
 @pytest.mark.internals
 @pytest.mark.parametrize("name", NEAR_MISSES)
-def test_near_misses_are_left_alone(name):
-    fn = mlp(NEAR_MISSES[name])
-    weights, x, _ = given()
+def test_near_misses_of_gates_are_left_alone(name):
+    weights, x, _ = of_gates()
+    assert_left_alone("gated", gated(NEAR_MISSES[name]), weights, x)
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("name", UNGATED_MISSES)
+def test_near_misses_of_activations_are_left_alone(name):
+    weights, x, _ = of_activations()
+    assert_left_alone("gated", scaled(UNGATED_MISSES[name]), weights, x)
+
+
+def product_of(x, gate, up):
+    return silu(linear(x, gate), linear(x, up))
+
+
+# Functions of x, gate, up and down, with other readers or arguments of the gate.
+READ_BY_OTHERS = {
+    "returned": lambda x, g, u, d: (
+        h := linear(x, g),
+        linear(silu(h, linear(x, u)), d),
+    ),
+    "read twice": lambda x, g, u, d: linear(a := product_of(x, g, u), d) + a[..., :32],
+    "two downs": lambda x, g, u, d: (
+        linear(a := product_of(x, g, u), d),
+        linear(a, d[:, :16]),
+    ),
+    "a third": lambda x, g, u, d: (linear(product_of(x, g, u), d), linear(x, g + u)),
+    "other inputs": lambda x, g, u, d: linear(silu(linear(x, g), linear(2 * x, u)), d),
+    "no matmul": lambda x, g, u, d: linear(silu(linear(x, g), x @ u), d),
+}
+
+
+@pytest.mark.parametrize("name", READ_BY_OTHERS)
+def test_gates_that_others_read_are_left_alone(name):
+    def fn(weights, x):
+        return READ_BY_OTHERS[name](x, *(w.astype(BF16) for w in weights))
+
+    weights, x, _ = of_gates()
     assert_left_alone("gated", fn, weights, x)
 
 
-def test_what_others_read_is_left_alone():
-    def returned(weights, x):
-        gate, up, down = (w.astype(BF16) for w in weights)
-        gate = linear(x, gate)
-        return gate, linear(nn.silu(gate) * linear(x, up), down)
+def test_activations_that_others_read_are_left_alone():
+    def of_inner(results):
+        """Returns a function of weights and x; `results` reads what it computes."""
 
-    def read_twice(weights, x):
-        gate, up, down = (w.astype(BF16) for w in weights)
-        product = nn.silu(linear(x, gate)) * linear(x, up)
-        return linear(product, down) + product[..., :32]
+        def fn(weights, x):
+            up, scale, down = (w.astype(BF16) for w in weights)
+            return results(linear(x, up) * scale, down)
 
-    def two_downs(weights, x):
-        gate, up, down = (w.astype(BF16) for w in weights)
-        product = nn.silu(linear(x, gate)) * linear(x, up)
-        return linear(product, down), linear(product, down[:, :16])
+        return fn
 
-    def a_third(weights, x):
-        gate, up, down = (w.astype(BF16) for w in weights)
-        product = nn.silu(linear(x, gate)) * linear(x, up)
-        return linear(product, down), linear(x, gate + up)
+    def wider_argument(h, down):
+        y = linear(nn.silu(h.astype(F32)).astype(BF16), down)
+        return y, h.sum()
 
-    def other_inputs(weights, x):
-        gate, up, down = (w.astype(BF16) for w in weights)
-        return linear(nn.silu(linear(x, gate)) * linear(2 * x, up), down)
-
-    def no_matmul(weights, x):
-        gate, up, down = (w.astype(BF16) for w in weights)
-        return linear(nn.silu(linear(x, gate)) * (x @ up), down)
-
-    weights, x, _ = given()
-    for fn in (returned, read_twice, two_downs, a_third, other_inputs, no_matmul):
-        assert_left_alone("gated", fn, weights, x)
+    readers = [
+        lambda h, down: (h, linear(nn.silu(h), down)),
+        lambda h, down: linear(nn.silu(h), down) + h[..., :32],
+        lambda h, down: linear(a := nn.silu(h), down) + a[..., :32],
+        lambda h, down: (linear(a := nn.silu(h), down), linear(a, down[:, :16])),
+        wider_argument,
+    ]
+    weights, x, _ = of_activations()
+    for results in readers:
+        assert_left_alone("gated", of_inner(results), weights, x)
 
 
+@either
 @every_other_way
-def test_options_of_what_is_saved_leave_the_kernel_on(options):
-    assert_gate_with_options(mlp(silu), options, *given())
+def test_options_of_what_is_saved_leave_the_kernel_on(fn, arguments, options):
+    assert_gate_with_options(fn, options, *arguments())
 
 
 def test_float16_is_left_alone():
-    weights, x, _ = given(dtype=jnp.float16)
-    assert not gates(fp8_remat(mlp(silu, jnp.float16)), weights, x)
+    weights, x, _ = of_gates(dtype=jnp.float16)
+    assert not gates(fp8_remat(gated(silu, jnp.float16)), weights, x)
 
 
+@either
 @pytest.mark.parametrize(
     ("tokens", "f"), [((4, 1, 33), 144), ((2, 9), 40), ((17,), 16)]
 )
-def test_edge_shapes(tokens, f):
-    weights, x, dy = given(f=f, tokens=tokens)
-    assert_one_gate(mlp(silu), weights, x, dy if f == 40 else None)
-
-
-@pytest.mark.slow
-def test_gradients_are_as_close_to_exact_ones_as_without_gates():
-    weights, x, dy = given(f=256, tokens=(4, 64))
-
-    def exact(weights, x):
-        gate, up, down = weights
-        x = x.astype(F32)
-        return silu(x @ gate, x @ up) @ down
-
-    wide = [w.astype(BF16).astype(F32) for w in weights]
-    _, (expected, _) = value_and_vjp(exact, dy.astype(F32), wide, x)
-    actual = {
-        name: value_and_vjp(fp8_remat(mlp(silu), **options), dy, weights, x)[1][0]
-        for name, options in (("gates", {}), ("apart", {"where": lambda _: True}))
-    }
-    for fused, unfused, right in zip(
-        actual["gates"], actual["apart"], expected, strict=True
-    ):
-        errors = [np.linalg.norm(flat(g) - flat(right)) for g in (fused, unfused)]
-        assert 0 < errors[0] <= 1.05 * errors[1] < 0.2 * np.linalg.norm(flat(right))
+def test_edge_shapes(fn, arguments, tokens, f):
+    weights, x, dy = arguments(f=f, tokens=tokens)
+    assert_one_gate(fn, weights, x, dy if f == 40 else None)
 
 
 def test_saved_are_codes_and_scales_of_gate_up_and_x():
-    weights, x, _ = given()
-    actual = saved(fp8_remat(mlp(silu)), weights, x, params=3)
+    weights, x, _ = of_gates()
+    light = fp8_remat(gated(silu))
     statistics = 4 * TOKENS + 2 * 4  # The largest scales of tokens; two scales.
     copies = 2 * fp8_bytes((TOKENS, F)) + fp8_bytes((TOKENS, K))
-    assert saved_bytes(actual) == copies + statistics
-    report = coat.residual_report(fp8_remat(mlp(silu)), weights, x)
+    assert saved_bytes(saved(light, weights, x, params=3)) == copies + statistics
+    report = coat.residual_report(light, weights, x)
     selected = [row.kept for row in report.rows if row.shape == (TOKENS, F)]
     assert selected == 2 * ["E4M3, groups of 16"]
 
 
-def test_nested_and_transformed():
-    """Within scan, jit, `vmap` and another `fp8_remat` results stay the same."""
-    weights, x, dy = given()
-    fn = fp8_remat(mlp(silu))
-    expected = value_and_vjp(fn, dy, weights, x)
-    nested = fp8_remat(lambda weights, x: fn(weights, x))
-    assert_close(value_and_vjp(nested, dy, weights, x), expected, 1e-2)
-
-    def scanned(weights, x):
-        stacked = jax.tree.map(lambda w: w[None], weights)
-        return jax.lax.scan(lambda x, w: (x, fn(w, x)), x, stacked)[1][0]
-
-    assert_close(value_and_vjp(scanned, dy, weights, x), expected, 1e-5)
-
-    def batched(weights, x):
-        return jax.vmap(fn, (None, 0))(weights, jnp.stack([x, 2 * x]))[0]
-
-    assert_close(value_and_vjp(batched, dy, weights, x)[0], expected[0], 1e-5)
+def test_saved_is_the_activations_argument():
+    weights, x, _ = of_activations()
+    actual = saved(fp8_remat(activated(nn.gelu)), weights, x, params=3)
+    scales = 2 * 4  # Each array of codes has a scale of the whole, too.
+    copies = fp8_bytes((TOKENS, F)) + fp8_bytes((TOKENS, K))
+    assert saved_bytes(actual) == copies + scales
 
 
 def test_flax_modules():

@@ -28,10 +28,6 @@ def _there_and_back(x, ids):
     return rows[jnp.argsort(order).reshape(TOKENS, CHOICES)]
 
 
-def _shifted(x, ids):
-    return x[lax.shift_right_logical(_order(ids), 2)]
-
-
 def _digits(x, ids):
     """An index that reads its number several times at each of many steps."""
     order = _order(ids)

@@ -5,11 +5,10 @@ The scale and the shift have a row for each sequence. Plain JAX is the oracle.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
-from helpers.dots import linear
-from helpers.gradients import FP8, saved, value_and_vjp
+from helpers.dots import linear, rms
+from helpers.gradients import FP8, distances, saved, value_and_vjp
 from helpers.models import normal
 
 import pallas_kernels as pk
@@ -21,12 +20,6 @@ BF16 = jnp.bfloat16
 
 def layer(x):
     return nn.LayerNorm(use_scale=False, use_bias=False, dtype=BF16).apply({}, x)
-
-
-def rms(x):
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(jnp.square(wide), -1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype)
 
 
 def both(x, c):
@@ -91,13 +84,6 @@ def norms(fn, *args):
     return {c.operation for c in choices} & {"norm", "norm_grad"}
 
 
-def assert_near(light, plain):
-    """Asserts an error that is small compared with the norm of each array."""
-    for a, b in zip(*map(jax.tree.leaves, (light, plain)), strict=True):
-        a, b = (np.asarray(x, float) for x in (a, b))
-        assert np.linalg.norm(a - b) <= 0.15 * np.linalg.norm(b)
-
-
 @pytest.mark.internals
 @pytest.mark.parametrize("norm", HITS)
 def test_a_modulated_norm_saves_one_copy_of_its_input(norm):
@@ -107,20 +93,14 @@ def test_a_modulated_norm_saves_one_copy_of_its_input(norm):
     copies = [r.shape for r in saved(fp8_remat(fn), weights, x, c) if r.dtype in FP8]
     # The others are the two results that are multiplied.
     assert copies == [(B, S, K)] * 3
-    plain, light = (value_and_vjp(f, dy, weights, x, c) for f in (fn, fp8_remat(fn)))
-    assert_near(light, plain)
+    if norm is not shifted:  # It is half of `both`.
+        arguments = dy, weights, x, c
+        light, plain = (value_and_vjp(f, *arguments) for f in (fp8_remat(fn), fn))
+        assert max(distances(light, plain)) <= 0.15
 
 
 @pytest.mark.internals
 @pytest.mark.parametrize("norm", MISSES)
 def test_other_arrays_are_no_modulation(norm):
-    weights, x, c, dy = given()
-    fn = block(norm)
-    operands = {
-        choice.arrays[:1]
-        for choice in pk.explain(fp8_remat(fn), weights, x, c).choices
-        if choice.operation == "norm"
-    }
-    assert not operands
-    plain, light = (value_and_vjp(f, dy, weights, x, c) for f in (fn, fp8_remat(fn)))
-    assert_near(light, plain)
+    weights, x, c, _ = given()
+    assert "norm" not in norms(fp8_remat(block(norm)), weights, x, c)

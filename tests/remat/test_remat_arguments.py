@@ -118,8 +118,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", list(WAYS)[1:])
-@pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])
+@pytest.mark.parametrize(
+    ("way", "transform"),
+    [("method", lambda f: f), *((way, nnx.jit) for way in list(WAYS)[1:])],
+)
 def test_bound_methods_of_nnx_change_their_object(way, transform):
     def run(wrap):
         model = Counter()

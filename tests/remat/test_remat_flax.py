@@ -209,17 +209,6 @@ def test_nnx(make, gradient):
     assert not np.array_equal(flat(state(plain)), flat(initial))
 
 
-def test_nnx_instance_shares_variables():
-    plain = Stateful(64, rngs=nnx.Rngs(0))
-    light = fp8_remat(plain)
-    x = normal(1, 64, 64)
-    light(x)
-    same(state(plain), state(light))
-    plain.first.kernel[...] = jnp.zeros((64, 128))
-    plain.first.bias[...] = jnp.zeros(128)
-    same(light(x, train=False), light(2 * x, train=False))
-
-
 def test_nnx_layers_stacked_and_scanned():
     def run(cls, x):
         @nnx.split_rngs(splits=2)
@@ -242,64 +231,3 @@ def test_nnx_layers_stacked_and_scanned():
     )
     assert_close(after, expected_after, 1e-6)
     assert 0.999 < cosine(actual, expected) < 1 - 1e-6
-
-
-class Noisy(nnx.Module):
-    """A module with statistics and random numbers that change with every call."""
-
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(64, 64, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5)
-        self.norm = nnx.BatchNorm(64, rngs=rngs)
-
-    def __call__(self, x, *, rngs):
-        return self.norm(self.dropout(self.linear(x), rngs=rngs))
-
-
-def called_twice(wrap):
-    """Returns two outputs, the batch statistics and the random counters after them."""
-    module, rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(dropout=1)
-    call, x = wrap(module), normal(0, 96, 64)
-    outputs = [call(x, rngs=rngs) for _ in range(2)]
-    return outputs, nnx.state(module, nnx.BatchStat), nnx.state(rngs, nnx.RngCount)
-
-
-@pytest.mark.internals
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        fp8_remat,
-        lambda module: functools.partial(
-            fp8_remat(lambda x, module, *, rngs: module(x, rngs=rngs)), module=module
-        ),
-        lambda module: functools.partial(
-            fp8_remat(lambda x, module, *, rngs: fp8_remat(module)(x, rngs=rngs)),
-            module=module,
-        ),
-        lambda module: (
-            lambda x, rngs: fp8_remat(lambda *, x, module, rngs: module(x, rngs=rngs))(
-                x=x, module=module, rngs=rngs
-            )
-        ),
-    ],
-    ids=["module", "argument", "nested", "keywords"],
-)
-def test_what_changes_of_nnx_arguments_is_seen_outside(wrap):
-    actual, expected = called_twice(wrap), called_twice(lambda module: module)
-    same(actual, expected)
-    assert not np.array_equal(*actual[0])
-
-
-def test_nnx_arguments_have_gradients():
-    module, rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(dropout=1)
-    x = normal(0, 96, 64)
-
-    def loss(call):
-        run = nnx.grad(lambda module: jnp.sum(call(module, x) ** 2))
-        return run(nnx.clone(module))
-
-    def call(module, x):
-        return module(x, rngs=nnx.clone(rngs))
-
-    actual, expected = (flat(loss(f)) for f in (fp8_remat(call), call))
-    assert cosine(actual, expected) > 0.999

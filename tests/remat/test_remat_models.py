@@ -15,6 +15,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from helpers.gradients import compiled, cosine, flat, saved, saved_bytes
+from helpers.marks import slow_except
 from helpers.models import normal, parameters
 
 from coat_jax.remat.api import fp8_remat
@@ -222,7 +223,7 @@ def behaviour(make: Callable[[], Case]) -> list:
     return actual
 
 
-@pytest.mark.parametrize("make", BOUNDS)
+@pytest.mark.parametrize("make", slow_except([encoder, resnet, experts], BOUNDS))
 def test_outputs_are_the_same_and_gradients_are_close(make):
     """Statistics are outputs, too."""
     (expected, y), (actual, light_y) = behaviour(make)

@@ -150,26 +150,6 @@ def test_policy_saves_in_fp8_what_it_would_save_wide(outer):
     assert_close(actual, (dw, dfirst @ w64.T), 1e-5)
 
 
-def test_an_array_is_offloaded_once():
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["z"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-
-    def loss(x):
-        z = checkpoint_name(jnp.sin(x), "z")
-        return jnp.sum(jnp.sin(z) * z)
-
-    def moves(wrap):
-        program = jax.make_jaxpr(jax.grad(wrap(loss, policy=policy)))(jnp.ones(8192))
-        return str(program).count("MemorySpace.Host")
-
-    assert moves(jax.checkpoint) == 1
-    assert moves(fp8_remat) == 2  # Codes and scales.
-
-
 @pytest.mark.parametrize(
     "policy", [NOTHING, jax.checkpoint_policies.dots_saveable], ids=["nothing", "dots"]
 )
@@ -261,33 +241,6 @@ def test_products_saveable_saves_what_experts_multiply(product):
 
 
 # Errors.
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"format": "e4m3"}, "format must be E4M3, E5M2 or DE8.*'e4m3'"),
-        ({"group": 0}, "group must be a positive int, got 0"),
-        ({"group": 16.0}, "group must be a positive int, got 16.0"),
-        ({"group": True}, "group must be a positive int, got True"),
-        ({"where": "tanh"}, "where must be a function or None, got 'tanh'"),
-        ({"policy": "dots"}, "policy must be a function or None, got 'dots'"),
-        ({"key": 3}, "key must be one jax.random.key, got 3"),
-        ({"params_argnums": "p"}, "params_argnums must be an int or several, got 'p'"),
-        ({"params_argnums": 1.0}, "params_argnums must be an int or several, got 1.0"),
-        (
-            {"key": jax.random.split(jax.random.key(0))},
-            r"key must be one jax.random.key, got",
-        ),
-        (
-            {"key": jax.random.key(0), "format": coat.DE8},
-            "key is for floating formats, got format=DE8",
-        ),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        fp8_remat(two_products, **options)
 
 
 def test_params_argnums_name_arguments():

@@ -17,6 +17,7 @@ from helpers.dots import (
     assert_near,
     every_other_way,
     linear,
+    rms,
 )
 from helpers.gradients import compiled, saved, saved_bytes, value_and_vjp
 from helpers.marks import slow_except
@@ -27,12 +28,6 @@ from coat_jax import fp8_remat
 
 K, F, TOKENS = 48, 64, (4, 24)
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-def rms(x, scale):
-    y = x.astype(F32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
-    return (y * scale).astype(x.dtype)
 
 
 def attention(params, x):

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import coat_jax as coat
 from coat_jax.models import hf, llama
 from coat_jax.models.hf import config as configs
-from coat_jax.models.hf import pieces, safetensors, saving
+from coat_jax.models.hf import safetensors, saving
 
 
 def old_spelling(config: dict) -> dict:
@@ -104,15 +104,6 @@ def test_bfloat16_differs_by_its_rounding(tmp_path):
     assert model.config.dtype == model.config.param_dtype == jnp.bfloat16
     actual, expected = logits_of(model), expected_logits("llama3")
     assert 0 < np.abs(actual - expected).max() < 2**-5 * np.abs(expected).max()
-
-
-def test_large_parameters_are_read_in_pieces(tmp_path, monkeypatch):
-    folder = write_folder(tmp_path / "new", "qwen2")
-    expected = nnx.state(hf.load(folder), nnx.Param)
-    monkeypatch.setattr(pieces, "PIECE", 0)
-    monkeypatch.setattr(safetensors, "_CHUNK", 100)
-    actual = nnx.state(hf.load(folder), nnx.Param)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_several_files_have_an_index(tmp_path, monkeypatch):
