@@ -34,7 +34,7 @@ from coat_jax.fp8.ragged_dot import (
     quantized_experts,
     stored,
 )
-from coat_jax.fp8.rows import sums, taken, wide_order
+from coat_jax.fp8.rows import inverted, sums, taken, total, wide_order
 from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Activation, Scaled, numerics
@@ -73,14 +73,47 @@ class ExpertRows(NamedTuple):
         return rows if self.order is None else sums(rows, self.order, len(self.x))
 
 
+class Combine(NamedTuple):
+    """The weighted sum of the rows of each token, after the last matmul.
+
+    Attributes:
+      weights: A weight for each of the k rows of the t tokens, float32 or bfloat16.
+      places: The place of each of these rows among the rows, a permutation.
+    """
+
+    weights: Float[Array, "t k"]
+    places: Int[Array, " m"]
+
+    @property
+    def by_token(self) -> Int[Array, "t k"]:
+        """The places of the rows of each token."""
+        return wide_order(self.places).reshape(self.weights.shape)
+
+    def of_rows(self) -> tuple[Int[Array, " m"], Float[Array, " m"]]:
+        """Returns the token and the weight of each row."""
+        choice = inverted(self.places)
+        weights = self.weights.astype(jnp.float32).reshape(-1)[choice]
+        return choice // self.weights.shape[1], weights
+
+    def gradient(
+        self, of_rows: Float[Array, " padded"], group_sizes: Int[Array, " g"]
+    ) -> Float[Array, "t k"]:
+        """Returns the gradient of the weights from gradients of rows' weights."""
+        of_rows = of_rows[: len(self.places)]
+        of_rows = jnp.where(has_group(of_rows, group_sizes), of_rows, 0)
+        return of_rows[self.by_token].astype(self.weights.dtype)
+
+
 def gated_experts(
     rows: ExpertRows,
     gate_up: Sequence[Float[Array, "g k _"]],
     down: Float[Array, "g f n"],
     group_sizes: Int[Array, " g"],
+    combine: Combine | None = None,
     *,
     activation: Activation,
     inner: DTypeLike,
+    outer: DTypeLike,
     dtype: DTypeLike,
 ) -> list[Array]:
     """Computes `ragged_dot(activation(gate) * up, down)` of `ragged_dot(x, gate_up)`.
@@ -88,30 +121,39 @@ def gated_experts(
     It is `fp8_ragged_dot` otherwise: rows after the last group give zeros, and have
     zero gradients.
 
+    With `combine` a row's weight w multiplies what `down` reads: w * (a @ down) is
+    (w * a) @ down, and the weight's gradient <dy, a @ down> is <dy @ down.T, a>. So the
+    rows that are added up are not saved for the gradients of weights.
+
     Args:
       rows: The rows x.
       gate_up: The weights of gate and up in one array [g, k, 2 f], or in two [g, k, f].
       down: The weights after the gate.
       group_sizes: The number of rows of each group.
+      combine: The weighted sums of rows that are the result, or None.
       activation: The activation.
       inner: The dtype of gate and up.
-      dtype: The dtype of the result.
+      outer: The dtype of the rows after the last matmul.
+      dtype: The dtype of the result. Sums of rows are computed in float32.
 
     Returns:
-      The result [m, n], in a list.
+      The rows [m, n], or the sums [t, n], in a list.
     """
-    arrays = rows, tuple(gate_up), down, group_sizes
+    arrays = rows, tuple(gate_up), down, group_sizes, combine
     arrays = array_types.varying_alike(arrays)
-    return [_gated_experts(*arrays, activation, inner, dtype)]
+    return [_gated_experts(*arrays, activation, inner, outer, dtype)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _gated_experts(rows, gate_up, down, group_sizes, activation, inner, dtype):
-    return _forward(rows, gate_up, down, group_sizes, activation, inner, dtype)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _gated_experts(
+    rows, gate_up, down, group_sizes, combine, activation, inner, outer, dtype
+):
+    arrays = rows, gate_up, down, group_sizes, combine
+    return _forward(*arrays, activation, inner, outer, dtype)[0]
 
 
 @array_types.on_common_mesh
-def _forward(rows, gate_up, down, group_sizes, activation, inner, dtype):
+def _forward(rows, gate_up, down, group_sizes, combine, activation, inner, outer, dtype):
     x = rows.padded(quantize_tokens(rows.x))
     tiles = kernels.group_tiles(group_sizes, rows=len(x.codes))
     parts, scales = zip(*map(quantized_experts, gate_up), strict=True)
@@ -121,38 +163,40 @@ def _forward(rows, gate_up, down, group_sizes, activation, inner, dtype):
     a, inner_groups = quantized_gate(y.reshape(len(y), 2, -1), gate)
     # Only backward needs rows of padding.
     a = jax.tree.map(lambda v: v[: rows.count], a)
+    if combine is not None:
+        _, weights = combine.of_rows()
+        a = a._replace(scale=a.scale * weights)
     w_down, down_scale = quantized_experts(down)
     of_rows = kernels.group_tiles(group_sizes, rows=rows.count)
-    y = grouped(a, w_down, group_sizes, of_rows, dtype)
+    y = grouped(a, w_down, group_sizes, of_rows, outer)
+    y = (y if combine is None else total(once(y), combine.by_token)).astype(dtype)
     # Rows of no group do not count.
     of_groups = jnp.where(has_group(x.scale, group_sizes), x.scale, 0)
+    # Weights may be negative.
+    a = a._replace(scale=jnp.abs(a.scale))
     x_scale, a_scale = tensor_scales(x._replace(scale=of_groups), a)
     codes = quantize_tensor(rows.x, E4M3, copies="row", scale=x_scale).row
     of_weights = gate_up, down, jnp.max(jnp.stack(scales), axis=0), down_scale
-    saved = rows._replace(x=codes), inner_groups, tiles
+    saved = rows._replace(x=codes), inner_groups, tiles, combine
     like = dtype_of(rows.x)
     return once(y), (saved, of_weights, (x_scale, a_scale), group_sizes, like)
 
 
 @array_types.on_common_mesh
-def _backward(activation, inner, dtype, residuals, dy):
+def _backward(activation, inner, outer, dtype, residuals, dy):
     saved, of_weights, (x_scale, a_scale), group_sizes, like = residuals
-    rows, inner_groups, tiles = saved
+    rows, inner_groups, tiles, combine = saved
     groups, largest_scale = jax.tree.map(scales_as_bits, inner_groups)
     gate_up, down, scale_of_pair, down_scale = of_weights
-    dy_scale = gradient_scale(dy, group_sizes)
-    dy = Scaled(
-        _padded(quantize_tensor(dy, E5M2, copies="row", scale=dy_scale).row), dy_scale
-    )
+    dy, weights = _gradient_of_rows(dy, group_sizes, combine)
     w = codes_of_experts(down, down_scale)
     da = grouped(dy, w, group_sizes, tiles, inner)
-    weights = jnp.ones(len(da), jnp.float32)
     scale, of_gate = grouped_gate_gradient(
         groups, largest_scale, da, weights, group_sizes, a_scale, activation
     )
     transposed = kernels.grouped_transpose(dy.codes, group_sizes)
     d_down = kernels.grouped_weight_gradient(
-        *(of_gate.product, transposed, group_sizes, a_scale, dy_scale),
+        *(of_gate.product, transposed, group_sizes, a_scale, dy.scale),
         out_dtype=stored(down.dtype),
     )
     x = kernels.grouped_transpose(rows.padded(rows.x), group_sizes)
@@ -168,10 +212,42 @@ def _backward(activation, inner, dtype, residuals, dy):
     of_pair = tuple(d.astype(w.dtype) for d, w in zip(of_pair, gate_up, strict=True))
     of_order, of_sizes = jax.tree.map(_no_gradient, (rows.order, group_sizes))
     of_rows = ExpertRows(dx.astype(like.dtype), of_order)
-    return of_rows, of_pair, d_down.astype(down.dtype), of_sizes
+    of_sums = None
+    if combine is not None:
+        d_weights = combine.gradient(of_gate.weights, group_sizes)
+        of_sums = Combine(d_weights, _no_gradient(combine.places))
+    return of_rows, of_pair, d_down.astype(down.dtype), of_sizes, of_sums
 
 
 _gated_experts.defvjp(_forward, _backward)
+
+
+def _gradient_of_rows(
+    dy: Float[Array, "_ n"], group_sizes: Int[Array, " g"], combine: Combine | None
+) -> tuple[Scaled, Float[Array, " padded"]]:
+    """Returns codes of the gradient of each row without its weight, and the weights.
+
+    Args:
+      dy: The gradient of rows or, with `combine`, of tokens.
+      group_sizes: The number of rows of each group.
+      combine: The sums of rows, or None for rows without weights.
+
+    Returns:
+      The codes with 128 rows of zeros at the end, with a scale per tensor; and a weight
+      for each of these rows.
+    """
+    if combine is None:
+        counts = has_group(dy, group_sizes)
+    else:
+        counts = jnp.any(combine.by_token < jnp.sum(group_sizes), axis=1)
+    scale = gradient_scale(dy, counts)
+    codes = quantize_tensor(dy, E5M2, copies="row", scale=scale).row
+    if combine is None:
+        codes = _padded(codes)
+        return Scaled(codes, scale), jnp.ones(len(codes), jnp.float32)
+    token, weights = combine.of_rows()
+    token = jnp.pad(token, (0, BLOCK), constant_values=len(dy))
+    return Scaled(taken(codes, token), scale), _padded(weights)
 
 
 def grouped_gate_gradient(

@@ -24,6 +24,15 @@ def wide_order(order: Int[Array, " m"]) -> Int[Array, " m"]:
     return order if order.dtype.itemsize >= 4 else order.astype(jnp.int32)
 
 
+def inverted(order: Int[Array, " m"]) -> Int[Array, " m"]:
+    """Returns the inverse of a permutation."""
+    order = wide_order(order)
+    numbers = jnp.arange(len(order), dtype=order.dtype)
+    inverse = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
+    # XLA would scatter again wherever the order is read.
+    return once(inverse)
+
+
 def sums(
     x: Float[Array, "m *n"], order: Int[Array, " m"], tokens: int
 ) -> Float[Array, "tokens *n"]:
@@ -34,13 +43,16 @@ def sums(
       order: A permutation.
       tokens: The number of tokens.
     """
-    order = wide_order(order)
-    numbers = jnp.arange(len(order), dtype=order.dtype)
-    inverse = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
-    # XLA would scatter again wherever the order is read.
-    inverse = once(inverse)
+    inverse = inverted(order)
     if tokens == len(x):
         return taken(x, inverse)
-    each = x.at[inverse.reshape(tokens, -1)].get(mode="promise_in_bounds")
+    return total(x, inverse.reshape(tokens, -1)).astype(x.dtype)
+
+
+def total(
+    x: Float[Array, "m *n"], places: Int[Array, "tokens k"]
+) -> Float[Array, "tokens *n"]:
+    """Adds up the rows of `x` at some places, in float32, or in float64 for float64."""
+    each = x.at[places].get(mode="promise_in_bounds")
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    return jnp.sum(each.astype(wide), axis=1).astype(x.dtype)
+    return jnp.sum(each.astype(wide), axis=1)
