@@ -34,7 +34,7 @@ from coat_jax.fp8.ragged_dot import (
     quantized_experts,
     stored,
 )
-from coat_jax.fp8.rows import inverted, sums, taken, total, wide_order
+from coat_jax.fp8.rows import inverted, taken, total, wide_order
 from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Activation, Scaled, numerics
@@ -69,8 +69,10 @@ class ExpertRows(NamedTuple):
 
     def gradient(self, rows: Float[Array, "padded k"]) -> Float[Array, "_ k"]:
         """Returns the gradient of `x`: of rows, or the sums of the rows of tokens."""
-        rows = rows[: self.count]
-        return rows if self.order is None else sums(rows, self.order, len(self.x))
+        if self.order is None:
+            return rows[: self.count]
+        places = inverted(self.order).reshape(len(self.x), -1)
+        return total(rows, places, dtype=rows.dtype)
 
 
 class Combine(NamedTuple):
@@ -169,7 +171,9 @@ def _forward(rows, gate_up, down, group_sizes, combine, activation, inner, outer
     w_down, down_scale = quantized_experts(down)
     of_rows = kernels.group_tiles(group_sizes, rows=rows.count)
     y = grouped(a, w_down, group_sizes, of_rows, outer)
-    y = (y if combine is None else total(once(y), combine.by_token)).astype(dtype)
+    if combine is not None:
+        y = total(y, combine.by_token, dtype=dtype)
+    y = y.astype(dtype)
     # Rows of no group do not count.
     of_groups = jnp.where(has_group(x.scale, group_sizes), x.scale, 0)
     # Weights may be negative.

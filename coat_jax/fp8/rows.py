@@ -2,9 +2,12 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+import pallas_kernels as kernels
 from coat_jax.fp8.matmul import once
+from pallas_kernels.checks import WIDE
 
 
 def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k *m"]:
@@ -46,13 +49,23 @@ def sums(
     inverse = inverted(order)
     if tokens == len(x):
         return taken(x, inverse)
-    return total(x, inverse.reshape(tokens, -1)).astype(x.dtype)
+    each = x.at[inverse.reshape(tokens, -1)].get(mode="promise_in_bounds")
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    return jnp.sum(each.astype(wide), axis=1).astype(x.dtype)
 
 
 def total(
-    x: Float[Array, "m *n"], places: Int[Array, "tokens k"]
-) -> Float[Array, "tokens *n"]:
-    """Adds up the rows of `x` at some places, in float32, or in float64 for float64."""
-    each = x.at[places].get(mode="promise_in_bounds")
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    return jnp.sum(each.astype(wide), axis=1)
+    x: Float[Array, "m n"],
+    places: Int[Array, "tokens k"],
+    add: Float[Array, "tokens n"] | None = None,
+    *,
+    dtype: DTypeLike,
+) -> Float[Array, "tokens n"]:
+    """Adds up the rows of `x` at the places of each token, and `add`.
+
+    Sums are computed in float32 and rounded once, to `dtype`. Differentiating is an
+    error.
+    """
+    arrays = (x if x.dtype in WIDE else x.astype(jnp.float32)), places, add
+    y = kernels.sum_rows(*arrays, out_dtype=dtype if dtype in WIDE else jnp.float32)
+    return y.astype(dtype)

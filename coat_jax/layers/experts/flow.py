@@ -106,8 +106,8 @@ def _shard(norm, gate, experts, axis_name, params, x):
     y = y.reshape(len(y), 2, -1)
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
     a = Scaled(out.values, out.scale * rows.of_choices(weights))
-    y = rows.sums(forward_product(a, params["down"], rows, x.dtype))
-    y = (flat.astype(jnp.float32) + y).astype(x.dtype).reshape(x.shape)
+    y = forward_product(a, params["down"], rows, x.dtype)
+    y = rows.sums(y, flat, x.dtype).reshape(x.shape)
     inner = out.groups, out.largest_scale
     h_scale, a_scale = tensor_scales(h, a)
     routing = ids, weights, rows.saved
