@@ -210,11 +210,9 @@ def pieces(experts, gate):
     """Returns functions of the oracle with their derivatives, compiled once."""
     quick = functools.partial(jax.jit, compiler_options=QUICK)
 
-    def router(ids, h, weight, *cotangents):
-        outputs, vjp = jax.vjp(
-            lambda h, r: weights_of(h @ r.T, ids, experts), h, weight
-        )
-        return outputs, vjp(cotangents) if cotangents else None
+    def router(ids, logits, *cotangents):
+        outputs, vjp = jax.vjp(lambda x: weights_of(x, ids, experts), logits)
+        return outputs, vjp(cotangents)[0] if cotangents else None
 
     def gated(up, *da):
         def fn(up):
@@ -235,8 +233,10 @@ def in_fp8(experts, gate, params, x, dy):
     router, gated, normed = pieces(experts, gate)
     flat = np.asarray(x, np.float32).reshape(-1, HIDDEN)
     h, _ = normed(flat, params["norm"])
-    ids = chosen(np.asarray(h) @ np.asarray(params["router"]).T, params, experts)
-    (weights, routing), _ = router(ids, h, params["router"])
+    of_router = np.asarray(params["router"])
+    logits = np.asarray(h) @ of_router.T
+    ids = chosen(logits, params, experts)
+    (weights, routing), _ = router(ids, logits)
     weights = np.asarray(weights)[..., None]
     merged = np.asarray(params["gate_up"]).reshape(experts.num_groups, -1, HIDDEN)
     up = np.einsum("th,enh->ten", rows(h), groups(merged, HIDDEN), optimize=True)
@@ -256,8 +256,10 @@ def in_fp8(experts, gate, params, x, dy):
     zeros = np.zeros(COUNT, np.float32)
     losses = Routing(zeros, np.float32(0.3), np.float32(0.02))
     h, _ = normed(groups(flat), params["norm"])
-    _, (dh_router, drouter) = router(ids, h, params["router"], dweights, losses)
-    _, (dx, dnorm) = normed(groups(flat), params["norm"], dh + dh_router)
+    # Logits are saved, and the norm's output is computed again from groups.
+    _, dlogits = router(ids, logits, dweights, losses)
+    dh, drouter = dh + dlogits @ of_router, dlogits.T @ h
+    _, (dx, dnorm) = normed(groups(flat), params["norm"], dh)
     a = tensor(a * weights)
     grads = {
         "norm": dnorm,
@@ -319,8 +321,8 @@ def test_no_rows_of_the_residual_stream_are_saved(name):
         in_groups = 1 + 2 / 16
         # Codes of gate and up, their largest scale, and the order of rows.
         of_rows = rows_of_experts * (2 * INNER * in_groups + 4 + 4)
-        # Codes of the input, and the experts and weights of each token.
-        of_tokens = count * (HIDDEN * in_groups + experts.choices * 8)
+        # Codes of the input, and the experts and logits of each token.
+        of_tokens = count * (HIDDEN * in_groups + experts.choices * 4 + COUNT * 4)
         others = 4 * experts.num_groups + 2 * 4
         assert saved_bytes(residuals) == of_rows + of_tokens + others
         assert largest == rows_of_experts * 2 * INNER
