@@ -58,14 +58,25 @@ class ExpertRows(NamedTuple):
         """The number of rows, m."""
         return len(self.x if self.order is None else self.order)
 
+    @property
+    def _padded_index(self) -> Int[Array, " padded"]:
+        """The token of each row, and of 128 rows after them, which have none."""
+        tokens = len(self.x)
+        index = wide_order(self.order) // (self.count // tokens)
+        return jnp.pad(index, (0, BLOCK), constant_values=tokens)
+
     def padded[Rows](self, arrays: Rows) -> Rows:
         """Returns the rows of arrays like `x`, with 128 rows of zeros at the end."""
         if self.order is None:
             return jax.tree.map(_padded, arrays)
-        tokens = len(self.x)
-        index = wide_order(self.order) // (self.count // tokens)
-        index = jnp.pad(index, (0, BLOCK), constant_values=tokens)
-        return jax.tree.map(lambda x: taken(x, index), arrays)
+        return jax.tree.map(lambda x: taken(x, self._padded_index), arrays)
+
+    def transposed(self, group_sizes: Int[Array, " g"]) -> Float[Array, "k columns"]:
+        """Returns the transposes of padded rows by groups, if `x` are codes."""
+        if self.order is None:
+            return kernels.grouped_transpose(_padded(self.x), group_sizes)
+        index = self._padded_index.astype(jnp.int32)
+        return kernels.grouped_transpose(self.x, group_sizes, index=index)
 
     def gradient(self, rows: Float[Array, "padded k"]) -> Float[Array, "_ k"]:
         """Returns the gradient of `x`: of rows, or the sums of the rows of tokens."""
@@ -91,11 +102,10 @@ class Combine(NamedTuple):
         """The places of the rows of each token."""
         return wide_order(self.places).reshape(self.weights.shape)
 
-    def of_rows(self) -> tuple[Int[Array, " m"], Float[Array, " m"]]:
-        """Returns the token and the weight of each row."""
-        choice = inverted(self.places)
-        weights = self.weights.astype(jnp.float32).reshape(-1)[choice]
-        return choice // self.weights.shape[1], weights
+    def weights_of_rows(self) -> Float[Array, " m"]:
+        """Returns the weight of each row."""
+        weights = self.weights.astype(jnp.float32).reshape(-1)
+        return weights[inverted(self.places)]
 
     def gradient(
         self, of_rows: Float[Array, " padded"], group_sizes: Int[Array, " g"]
@@ -166,8 +176,7 @@ def _forward(rows, gate_up, down, group_sizes, combine, activation, inner, outer
     # Only backward needs rows of padding.
     a = jax.tree.map(lambda v: v[: rows.count], a)
     if combine is not None:
-        _, weights = combine.of_rows()
-        a = a._replace(scale=a.scale * weights)
+        a = a._replace(scale=a.scale * combine.weights_of_rows())
     w_down, down_scale = quantized_experts(down)
     of_rows = kernels.group_tiles(group_sizes, rows=rows.count)
     y = grouped(a, w_down, group_sizes, of_rows, outer)
@@ -192,18 +201,17 @@ def _backward(activation, inner, outer, dtype, residuals, dy):
     rows, inner_groups, tiles, combine = saved
     groups, largest_scale = jax.tree.map(scales_as_bits, inner_groups)
     gate_up, down, scale_of_pair, down_scale = of_weights
-    dy, weights = _gradient_of_rows(dy, group_sizes, combine)
+    dy, dy_transposed, weights = _gradient_of_rows(dy, group_sizes, combine)
     w = codes_of_experts(down, down_scale)
     da = grouped(dy, w, group_sizes, tiles, inner)
     scale, of_gate = grouped_gate_gradient(
         groups, largest_scale, da, weights, group_sizes, a_scale, activation
     )
-    transposed = kernels.grouped_transpose(dy.codes, group_sizes)
     d_down = kernels.grouped_weight_gradient(
-        *(of_gate.product, transposed, group_sizes, a_scale, dy.scale),
+        *(of_gate.product, dy_transposed, group_sizes, a_scale, dy.scale),
         out_dtype=stored(down.dtype),
     )
-    x = kernels.grouped_transpose(rows.padded(rows.x), group_sizes)
+    x = rows.transposed(group_sizes)
     d_gate_up = kernels.grouped_weight_gradient(
         *(x, of_gate.transposed, group_sizes, x_scale, scale),
         out_dtype=stored(gate_up[0].dtype),
@@ -228,7 +236,7 @@ _gated_experts.defvjp(_forward, _backward)
 
 def _gradient_of_rows(
     dy: Float[Array, "_ n"], group_sizes: Int[Array, " g"], combine: Combine | None
-) -> tuple[Scaled, Float[Array, " padded"]]:
+) -> tuple[Scaled, Float[Array, "n columns"], Float[Array, " padded"]]:
     """Returns codes of the gradient of each row without its weight, and the weights.
 
     Args:
@@ -237,8 +245,8 @@ def _gradient_of_rows(
       combine: The sums of rows, or None for rows without weights.
 
     Returns:
-      The codes with 128 rows of zeros at the end, with a scale per tensor; and a weight
-      for each of these rows.
+      The codes with 128 rows of zeros at the end, with a scale per tensor; their
+      transposes by groups; and a weight for each of these rows.
     """
     if combine is None:
         counts = has_group(dy, group_sizes)
@@ -247,11 +255,12 @@ def _gradient_of_rows(
     scale = gradient_scale(dy, counts)
     codes = quantize_tensor(dy, E5M2, copies="row", scale=scale).row
     if combine is None:
-        codes = _padded(codes)
-        return Scaled(codes, scale), jnp.ones(len(codes), jnp.float32)
-    token, weights = combine.of_rows()
-    token = jnp.pad(token, (0, BLOCK), constant_values=len(dy))
-    return Scaled(taken(codes, token), scale), _padded(weights)
+        rows, weights = ExpertRows(codes), jnp.ones(len(codes), jnp.float32)
+    else:
+        rows = ExpertRows(codes, inverted(combine.places))
+        weights = combine.weights_of_rows()
+    padded = Scaled(rows.padded(codes), scale)
+    return padded, rows.transposed(group_sizes), _padded(weights)
 
 
 def grouped_gate_gradient(

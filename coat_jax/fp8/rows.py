@@ -66,6 +66,7 @@ def total(
     Sums are computed in float32 and rounded once, to `dtype`. Differentiating is an
     error.
     """
-    arrays = (x if x.dtype in WIDE else x.astype(jnp.float32)), places, add
+    wide = x if x.dtype in WIDE else x.astype(jnp.float32)
+    arrays = wide, places.astype(jnp.int32), add
     y = kernels.sum_rows(*arrays, out_dtype=dtype if dtype in WIDE else jnp.float32)
     return y.astype(dtype)

@@ -328,6 +328,23 @@ def test_no_rows_of_the_residual_stream_are_saved(name):
         assert largest == rows_of_experts * 2 * INNER
 
 
+def test_kernels_read_tokens_in_place_of_copied_rows():
+    """Sums, and transposes of rows, are computed without arrays of all rows."""
+    experts, _ = KINDS["shared"]
+    count = BATCH * LENGTH
+    x, dy = tokens(jnp.bfloat16)
+    choices = explain(passes("coat", experts), parameters(experts), x, dy).choices
+    of_sums = [c for c in choices if c.operation == "sum_rows"]
+    of_transposes = [c for c in choices if c.operation == "grouped_transpose"]
+    # Forward adds the stream to its sums.
+    stream = f"bfloat16[{count},{HIDDEN}]"
+    assert sorted(stream in choice.arrays for choice in of_sums) == [False, True]
+    # Codes of the result's gradient and of the norm's output.
+    arrays = sorted(choice.arrays[0] for choice in of_transposes)
+    codes = "float8_e4m3fn", "float8_e5m2"
+    assert arrays == [f"{dtype}[{count},{HIDDEN}]" for dtype in codes]
+
+
 def layers_of(experts, **options):
     sizes = HIDDEN, INNER, 4, 2, 16
     return DecoderLayer(*sizes, experts=experts, **options, rngs=nnx.Rngs(0))

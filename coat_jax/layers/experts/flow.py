@@ -144,7 +144,7 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
         *inner, da, of_rows, rows.sizes, a_scale, gate
     )
     a = Scaled(inner_grads.product, a_scale)
-    gradient = transposed(gradient, rows)
+    gradient = Scaled(rows.transposed(codes), dy_scale)
     d_down = weight_gradient(gradient, a, rows, params["down"].dtype)
     gate_up = merged(params["gate_up"])
     d_gate_up = Scaled(inner_grads.values.reshape(len(da), -1), scale)
@@ -152,9 +152,9 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
     h = kernels.norm(
         groups, params["norm"], kind=norm.kind, eps=norm.eps, scale=h_scale
     )
-    h = Scaled(rows.of_tokens(h.y), h_scale)
+    h = Scaled(rows.transposed(h.y), h_scale)
     d_gate_up = Scaled(inner_grads.transposed, scale)
-    dw = weight_gradient(d_gate_up, transposed(h, rows), rows, gate_up.dtype)
+    dw = weight_gradient(d_gate_up, h, rows, gate_up.dtype)
     (dlogits,) = of_logits((rows.to_choices(inner_grads.weights), dshares))
     dh_router, d_router = logits_gradient(
         norm, _numbers(groups), params["norm"], params["router"], dlogits
@@ -181,8 +181,3 @@ def _numbers(groups: Scaled) -> Float[Array, "..."]:
     return kernels.dequantize_groups(
         groups, dtype=jnp.float32, group=GROUP, implementation="reference"
     )
-
-
-def transposed(x: Scaled, rows: Rows) -> Scaled:
-    """Returns transposed codes of rows, with their scale per tensor."""
-    return x._replace(codes=kernels.grouped_transpose(x.codes, rows.sizes))

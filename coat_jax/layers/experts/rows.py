@@ -69,7 +69,15 @@ class Rows:
 
     def of_tokens(self, x: Shaped[Array, "tokens *n"]) -> Shaped[Array, "rows *n"]:
         """Returns the row of each row's token, and zeros for padding."""
-        return taken(x, self.choice // self.choices)
+        return taken(x, self._token)
+
+    def transposed(self, x: Float[Array, "tokens n"]) -> Float[Array, "n padded"]:
+        """Returns `of_tokens` of codes as `grouped_transpose` transposes them."""
+        return kernels.grouped_transpose(x, self.sizes, index=self._token)
+
+    @property
+    def _token(self) -> Int[Array, " rows"]:
+        return self.choice // self.choices
 
     def of_choices(self, x: Shaped[Array, "tokens choices"]) -> Shaped[Array, " rows"]:
         """Returns the element of each row's choice, and zero for padding."""

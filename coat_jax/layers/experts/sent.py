@@ -208,6 +208,10 @@ class SentRows:
         """Sends a row of `x` for each choice of its token; padding is zeros."""
         return self._arrive(self.sent.of_tokens(x))
 
+    def transposed(self, x: Float[Array, "tokens n"]) -> Float[Array, "n padded"]:
+        """Returns `of_tokens` of codes as `grouped_transpose` transposes them."""
+        return kernels.grouped_transpose(self.of_tokens(x), self.sizes)
+
     def of_choices(self, x: Shaped[Array, "tokens choices"]) -> Shaped[Array, " rows"]:
         """Sends the elements of choices to their rows; padding is zeros."""
         return self._arrive(self.sent.of_choices(x))

@@ -86,8 +86,8 @@ class _SumRows(operations.Operation):
         return mosaic_rows.obstacle((tokens, x.shape[1]))
 
     def reference(self, x, places, add) -> Array:
-        each = x.at[places].get(mode="promise_in_bounds").astype(jnp.float32)
-        total = jnp.sum(each, axis=1)
+        each = jnp.asarray(x).at[places].get(mode="promise_in_bounds")
+        total = jnp.sum(each.astype(jnp.float32), axis=1)
         total = total if add is None else add.astype(jnp.float32) + total
         return total.astype(self.out_dtype)
 
