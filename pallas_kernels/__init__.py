@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         grouped_matmul,
         grouped_weight_gradient,
     )
-    from pallas_kernels.ops.grouped_matmul.tiles import GroupTiles, padded_rows
     from pallas_kernels.ops.grouped_matmul.sums import sum_rows
+    from pallas_kernels.ops.grouped_matmul.tiles import GroupTiles, padded_rows
     from pallas_kernels.ops.grouped_matmul.transposed import grouped_transpose
     from pallas_kernels.ops.matmul.api import matmul, matmul_heads
     from pallas_kernels.ops.norm.api import norm, norm_grad

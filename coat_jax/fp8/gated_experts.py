@@ -165,7 +165,9 @@ def _gated_experts(
 
 
 @array_types.on_common_mesh
-def _forward(rows, gate_up, down, group_sizes, combine, activation, inner, outer, dtype):
+def _forward(
+    rows, gate_up, down, group_sizes, combine, activation, inner, outer, dtype
+):
     x = rows.padded(quantize_tokens(rows.x))
     tiles = kernels.group_tiles(group_sizes, rows=len(x.codes))
     parts, scales = zip(*map(quantized_experts, gate_up), strict=True)

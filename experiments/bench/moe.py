@@ -8,8 +8,8 @@ many numbers, XLA's batched BF16 matmul of equal groups, JAX's kernel of `ragged
 and `jax.lax.ragged_dot`. Rates include the list of tiles, and count no padding. With
 `--only layers` it measures whole layers with the shapes of Qwen3-30B-A3B and Mixtral;
 see `experiments.bench.moe_layers`. With `--only kernels` it prints the time of every
-kernel of these layers, ours and a user's. With `--only expert_parallel`, on two GPUs or more,
-it checks and measures a layer with its experts on all of them; see
+kernel of these layers, ours and a user's. With `--only expert_parallel`, on two GPUs or
+more, it checks and measures a layer with its experts on all of them; see
 `experiments.bench.moe_parallel`. Rows are printed as lines of JSON as they come. With
 `--small` it interprets tiny kernels on a CPU.
 """

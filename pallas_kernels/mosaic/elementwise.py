@@ -314,10 +314,7 @@ class Stages(NamedTuple):
 
         return [functools.partial(strips, j) for j in range(walk.strips)]
 
-
-    def _copy(
-        self, arrays: Any, row: Any, columns: Any, to: Any = slice(None)
-    ) -> None:
+    def _copy(self, arrays: Any, row: Any, columns: Any, to: Any = slice(None)) -> None:
         """Starts the copies of columns of rows to the rows `to` of tiles."""
         for x, tiles in zip(arrays, self.tiles, strict=True):
             for i, tile in enumerate(tiles):

@@ -20,6 +20,7 @@ from coat_jax.layers import recipes
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.layers.experts.routing import Experts, Routing, updated_bias
 from coat_jax.layers.parts import Norm
+from pallas_kernels import explain
 
 HIDDEN, INNER, COUNT = 64, 32, 5
 BATCH, LENGTH = 2, 21  # No multiple of 8.
@@ -82,6 +83,11 @@ def tokens(dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
 
 def passes(name: str, experts: Experts, gate="silu"):
     """Returns a function that computes a layer's experts and all gradients."""
+    return jax.jit(passes_of(name, experts, gate), compiler_options=QUICK)
+
+
+def passes_of(name: str, experts: Experts, gate="silu"):
+    """Returns `passes` without `jit`."""
     recipe = recipes.RECIPES[name]
 
     def layer(params, x):
@@ -89,8 +95,7 @@ def passes(name: str, experts: Experts, gate="silu"):
         y, shares = recipe.experts(params, recipe.enter(x), **options)
         return recipe.leave(y), Routing.of(shares)
 
-    run = functools.partial(with_gradients, layer)
-    return jax.jit(run, compiler_options=QUICK)
+    return functools.partial(with_gradients, layer)
 
 
 def with_gradients(layer, params, x, dy):
@@ -330,19 +335,30 @@ def test_no_rows_of_the_residual_stream_are_saved(name):
 
 def test_kernels_read_tokens_in_place_of_copied_rows():
     """Sums, and transposes of rows, are computed without arrays of all rows."""
-    experts, _ = KINDS["shared"]
-    count = BATCH * LENGTH
-    x, dy = tokens(jnp.bfloat16)
-    choices = explain(passes("coat", experts), parameters(experts), x, dy).choices
-    of_sums = [c for c in choices if c.operation == "sum_rows"]
-    of_transposes = [c for c in choices if c.operation == "grouped_transpose"]
+    experts, (count, hidden) = KINDS["shared"][0], (48, 128)
+    groups = experts.num_groups
+    shapes = {
+        "norm": (hidden,),
+        "router": (COUNT, hidden),
+        "gate_up": (groups, 2, INNER, hidden),
+        "down": (groups, hidden, INNER),
+    }
+    params, x = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        (shapes, (1, count, hidden)),
+        is_leaf=lambda shape: isinstance(shape, tuple) and isinstance(shape[0], int),
+    )
+    run = passes_of("coat", experts)
+    choices = explain(run, {**params, "router_bias": None}, x, x).choices
     # Forward adds the stream to its sums.
-    stream = f"bfloat16[{count},{HIDDEN}]"
-    assert sorted(stream in choice.arrays for choice in of_sums) == [False, True]
+    stream = f"bfloat16[{count},{hidden}]"
+    of_sums = [c.arrays for c in choices if c.operation == "sum_rows"]
+    assert sorted(stream in arrays for arrays in of_sums) == [False, True]
     # Codes of the result's gradient and of the norm's output.
-    arrays = sorted(choice.arrays[0] for choice in of_transposes)
+    of_transposes = [c.arrays for c in choices if c.operation == "grouped_transpose"]
     codes = "float8_e4m3fn", "float8_e5m2"
-    assert arrays == [f"{dtype}[{count},{HIDDEN}]" for dtype in codes]
+    expected = [f"{dtype}[{count},{hidden}]" for dtype in codes]
+    assert sorted(arrays[0] for arrays in of_transposes) == expected
 
 
 def layers_of(experts, **options):

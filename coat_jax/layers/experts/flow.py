@@ -36,7 +36,6 @@ from coat_jax.layers.experts.routing import (
     normed_logits,
     routed,
 )
-from coat_jax.layers.experts.rows import Rows
 from coat_jax.layers.experts.sent import restored, sorted_rows
 from coat_jax.layers.flow import Params
 from coat_jax.layers.parts import Norm, Stream
