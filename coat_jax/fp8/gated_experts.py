@@ -37,6 +37,7 @@ from coat_jax.fp8.ragged_dot import (
 from coat_jax.fp8.rows import inverted, taken, total, wide_order
 from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.formats import E4M3, E5M2
+from coat_jax.remat.notes import Note
 from pallas_kernels import Activation, Scaled, numerics
 from pallas_kernels.dispatch import array_types
 from pallas_kernels.ops.grouped_matmul.tiles import BLOCK
@@ -192,7 +193,7 @@ def _forward(
     x_scale, a_scale = tensor_scales(x._replace(scale=of_groups), a)
     codes = quantize_tensor(rows.x, E4M3, copies="row", scale=x_scale).row
     of_weights = gate_up, down, jnp.max(jnp.stack(scales), axis=0), down_scale
-    saved = rows._replace(x=codes), inner_groups, tiles, combine
+    saved = rows._replace(x=codes), inner_groups, tiles, _exact(combine)
     like = dtype_of(rows.x)
     return once(y), (saved, of_weights, (x_scale, a_scale), group_sizes, like)
 
@@ -201,6 +202,7 @@ def _forward(
 def _backward(activation, inner, outer, dtype, residuals, dy):
     saved, of_weights, (x_scale, a_scale), group_sizes, like = residuals
     rows, inner_groups, tiles, combine = saved
+    combine = _exact(combine)
     groups, largest_scale = jax.tree.map(scales_as_bits, inner_groups)
     gate_up, down, scale_of_pair, down_scale = of_weights
     dy, dy_transposed, weights = _gradient_of_rows(dy, group_sizes, combine)
@@ -234,6 +236,14 @@ def _backward(activation, inner, outer, dtype, residuals, dy):
 
 
 _gated_experts.defvjp(_forward, _backward)
+
+
+def _exact(combine: Combine | None) -> Combine | None:
+    """Changes weights to bits, which an outer `fp8_remat` saves exactly, or back."""
+    if combine is None:
+        return None
+    with Note("weights of choices", "the gradient of a gate").scope():
+        return combine._replace(weights=scales_as_bits(combine.weights))
 
 
 def _gradient_of_rows(

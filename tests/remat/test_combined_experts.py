@@ -296,7 +296,7 @@ def test_choices_of_no_group_have_no_gradient():
     def gradient(weights, dy):
         return jax.vjp(lambda w: run(params, x, w, ids, sizes), weights)[1](dy)
 
-    # What the gradient is at tokens without a group must not spoil the others.
+    # NaN in the gradient of tokens without a group does not spoil the others.
     dy = jnp.where(of_none.all(axis=1)[:, None], jnp.nan, jnp.ones((TOKENS, HIDDEN)))
     (grad,) = gradient(weights, dy)
     np.testing.assert_array_equal(grad[of_none], 0)
@@ -313,6 +313,11 @@ def test_rows_of_experts_are_not_saved():
     # indices, with 128 rows of padding. Codes of tokens and the list of tiles follow.
     rows = (ROWS + 128) * (2 * INNER * 18 // 16 + 4) + 12 * ROWS
     assert saved <= rows + TOKENS * HIDDEN + 4096
+    # Weights are saved exactly, as bits.
+    (of_weights,) = (
+        line for line in str(report).splitlines() if "weights of choices" in line
+    )
+    assert f"uint16[{TOKENS},{CHOICES}]" in of_weights
     # Without the rule they are, in as many bytes as codes of rows take.
     unfused = coat.residual_report(
         coat.fp8_remat(functools.partial(layer, read_products)), *args
