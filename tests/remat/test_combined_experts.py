@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.gradients import fake
+from helpers.marks import slow
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -249,7 +250,7 @@ def by_numpy(params, x, weights, ids, sizes):
 
 @pytest.mark.parametrize(
     ("sums", "sizes"),
-    [(plain, "uneven"), (contracted, "rows of none"), (of_rows, "uneven")],
+    [(plain, "uneven"), (contracted, "rows of none"), slow(of_rows, "uneven")],
 )
 def test_values_are_numpys(sums, sizes):
     args = arguments(sizes)
@@ -262,7 +263,7 @@ def test_values_are_numpys(sums, sizes):
 
 @pytest.mark.parametrize(
     ("sums", "sizes"),
-    [(plain, "uneven"), (reversed_rows, "rows of none")],
+    [(plain, "uneven"), slow(reversed_rows, "rows of none")],
 )
 def test_gradients_are_near_exact_ones(sums, sizes):
     params, x, weights, *further = arguments(sizes)
