@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         grouped_matmul,
         grouped_weight_gradient,
     )
+    from pallas_kernels.ops.grouped_matmul.sums import sum_rows
     from pallas_kernels.ops.grouped_matmul.tiles import GroupTiles, padded_rows
     from pallas_kernels.ops.grouped_matmul.transposed import grouped_transpose
     from pallas_kernels.ops.matmul.api import matmul, matmul_heads
@@ -82,6 +83,7 @@ __all__ = [
     "quantize_groups",
     "quantize_rows",
     "quantize_tensor",
+    "sum_rows",
     "tensor_scales",
     "transpose",
     "weighted_gate_grad",
@@ -102,6 +104,7 @@ lazy.attach(
         "pallas_kernels.ops.grouped_matmul.api": "group_tiles grouped_matmul "
         "grouped_weight_gradient",
         "pallas_kernels.ops.grouped_matmul.tiles": "GroupTiles padded_rows",
+        "pallas_kernels.ops.grouped_matmul.sums": "sum_rows",
         "pallas_kernels.ops.grouped_matmul.transposed": "grouped_transpose",
         "pallas_kernels.ops.matmul.api": "matmul matmul_heads",
         "pallas_kernels.ops.norm.api": "norm norm_grad",

@@ -34,9 +34,10 @@ from coat_jax.fp8.ragged_dot import (
     quantized_experts,
     stored,
 )
-from coat_jax.fp8.rows import sums, taken, wide_order
+from coat_jax.fp8.rows import inverted, taken, total, wide_order
 from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.formats import E4M3, E5M2
+from coat_jax.remat.notes import Note
 from pallas_kernels import Activation, Scaled, numerics
 from pallas_kernels.dispatch import array_types
 from pallas_kernels.ops.grouped_matmul.tiles import BLOCK
@@ -58,19 +59,62 @@ class ExpertRows(NamedTuple):
         """The number of rows, m."""
         return len(self.x if self.order is None else self.order)
 
+    @property
+    def _padded_index(self) -> Int[Array, " padded"]:
+        """The token of each row, and of 128 rows after them, which have none."""
+        tokens = len(self.x)
+        index = wide_order(self.order) // (self.count // tokens)
+        return jnp.pad(index, (0, BLOCK), constant_values=tokens)
+
     def padded[Rows](self, arrays: Rows) -> Rows:
         """Returns the rows of arrays like `x`, with 128 rows of zeros at the end."""
         if self.order is None:
             return jax.tree.map(_padded, arrays)
-        tokens = len(self.x)
-        index = wide_order(self.order) // (self.count // tokens)
-        index = jnp.pad(index, (0, BLOCK), constant_values=tokens)
-        return jax.tree.map(lambda x: taken(x, index), arrays)
+        return jax.tree.map(lambda x: taken(x, self._padded_index), arrays)
+
+    def transposed(self, group_sizes: Int[Array, " g"]) -> Float[Array, "k columns"]:
+        """Returns the transposes of padded rows by groups, if `x` are codes."""
+        if self.order is None:
+            return kernels.grouped_transpose(_padded(self.x), group_sizes)
+        index = self._padded_index.astype(jnp.int32)
+        return kernels.grouped_transpose(self.x, group_sizes, index=index)
 
     def gradient(self, rows: Float[Array, "padded k"]) -> Float[Array, "_ k"]:
         """Returns the gradient of `x`: of rows, or the sums of the rows of tokens."""
-        rows = rows[: self.count]
-        return rows if self.order is None else sums(rows, self.order, len(self.x))
+        if self.order is None:
+            return rows[: self.count]
+        places = inverted(self.order).reshape(len(self.x), -1)
+        return total(rows, places, dtype=rows.dtype)
+
+
+class Combine(NamedTuple):
+    """The weighted sum of the rows of each token, after the last matmul.
+
+    Attributes:
+      weights: A weight for each of the k rows of the t tokens, float32 or bfloat16.
+      places: The place of each of these rows among the rows, a permutation.
+    """
+
+    weights: Float[Array, "t k"]
+    places: Int[Array, " m"]
+
+    @property
+    def by_token(self) -> Int[Array, "t k"]:
+        """The places of the rows of each token."""
+        return wide_order(self.places).reshape(self.weights.shape)
+
+    def weights_of_rows(self) -> Float[Array, " m"]:
+        """Returns the weight of each row."""
+        weights = self.weights.astype(jnp.float32).reshape(-1)
+        return weights[inverted(self.places)]
+
+    def gradient(
+        self, of_rows: Float[Array, " padded"], group_sizes: Int[Array, " g"]
+    ) -> Float[Array, "t k"]:
+        """Returns the gradient of the weights from gradients of rows' weights."""
+        of_rows = of_rows[: len(self.places)]
+        of_rows = jnp.where(has_group(of_rows, group_sizes), of_rows, 0)
+        return of_rows[self.by_token].astype(self.weights.dtype)
 
 
 def gated_experts(
@@ -78,9 +122,11 @@ def gated_experts(
     gate_up: Sequence[Float[Array, "g k _"]],
     down: Float[Array, "g f n"],
     group_sizes: Int[Array, " g"],
+    combine: Combine | None = None,
     *,
     activation: Activation,
     inner: DTypeLike,
+    outer: DTypeLike,
     dtype: DTypeLike,
 ) -> list[Array]:
     """Computes `ragged_dot(activation(gate) * up, down)` of `ragged_dot(x, gate_up)`.
@@ -88,30 +134,41 @@ def gated_experts(
     It is `fp8_ragged_dot` otherwise: rows after the last group give zeros, and have
     zero gradients.
 
+    With `combine` a row's weight w multiplies what `down` reads: w * (a @ down) is
+    (w * a) @ down, and the weight's gradient <dy, a @ down> is <dy @ down.T, a>. So the
+    rows that are added up are not saved for the gradients of weights.
+
     Args:
       rows: The rows x.
       gate_up: The weights of gate and up in one array [g, k, 2 f], or in two [g, k, f].
       down: The weights after the gate.
       group_sizes: The number of rows of each group.
+      combine: The weighted sums of rows that are the result, or None.
       activation: The activation.
       inner: The dtype of gate and up.
-      dtype: The dtype of the result.
+      outer: The dtype of the rows after the last matmul.
+      dtype: The dtype of the result. Sums of rows are computed in float32.
 
     Returns:
-      The result [m, n], in a list.
+      The rows [m, n], or the sums [t, n], in a list.
     """
-    arrays = rows, tuple(gate_up), down, group_sizes
+    arrays = rows, tuple(gate_up), down, group_sizes, combine
     arrays = array_types.varying_alike(arrays)
-    return [_gated_experts(*arrays, activation, inner, dtype)]
+    return [_gated_experts(*arrays, activation, inner, outer, dtype)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _gated_experts(rows, gate_up, down, group_sizes, activation, inner, dtype):
-    return _forward(rows, gate_up, down, group_sizes, activation, inner, dtype)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _gated_experts(
+    rows, gate_up, down, group_sizes, combine, activation, inner, outer, dtype
+):
+    arrays = rows, gate_up, down, group_sizes, combine
+    return _forward(*arrays, activation, inner, outer, dtype)[0]
 
 
 @array_types.on_common_mesh
-def _forward(rows, gate_up, down, group_sizes, activation, inner, dtype):
+def _forward(
+    rows, gate_up, down, group_sizes, combine, activation, inner, outer, dtype
+):
     x = rows.padded(quantize_tokens(rows.x))
     tiles = kernels.group_tiles(group_sizes, rows=len(x.codes))
     parts, scales = zip(*map(quantized_experts, gate_up), strict=True)
@@ -121,41 +178,44 @@ def _forward(rows, gate_up, down, group_sizes, activation, inner, dtype):
     a, inner_groups = quantized_gate(y.reshape(len(y), 2, -1), gate)
     # Only backward needs rows of padding.
     a = jax.tree.map(lambda v: v[: rows.count], a)
+    if combine is not None:
+        a = a._replace(scale=a.scale * combine.weights_of_rows())
     w_down, down_scale = quantized_experts(down)
     of_rows = kernels.group_tiles(group_sizes, rows=rows.count)
-    y = grouped(a, w_down, group_sizes, of_rows, dtype)
+    y = grouped(a, w_down, group_sizes, of_rows, outer)
+    if combine is not None:
+        y = total(y, combine.by_token, dtype=dtype)
+    y = y.astype(dtype)
     # Rows of no group do not count.
     of_groups = jnp.where(has_group(x.scale, group_sizes), x.scale, 0)
+    # Weights may be negative.
+    a = a._replace(scale=jnp.abs(a.scale))
     x_scale, a_scale = tensor_scales(x._replace(scale=of_groups), a)
     codes = quantize_tensor(rows.x, E4M3, copies="row", scale=x_scale).row
     of_weights = gate_up, down, jnp.max(jnp.stack(scales), axis=0), down_scale
-    saved = rows._replace(x=codes), inner_groups, tiles
+    saved = rows._replace(x=codes), inner_groups, tiles, _exact(combine)
     like = dtype_of(rows.x)
     return once(y), (saved, of_weights, (x_scale, a_scale), group_sizes, like)
 
 
 @array_types.on_common_mesh
-def _backward(activation, inner, dtype, residuals, dy):
+def _backward(activation, inner, outer, dtype, residuals, dy):
     saved, of_weights, (x_scale, a_scale), group_sizes, like = residuals
-    rows, inner_groups, tiles = saved
+    rows, inner_groups, tiles, combine = saved
+    combine = _exact(combine)
     groups, largest_scale = jax.tree.map(scales_as_bits, inner_groups)
     gate_up, down, scale_of_pair, down_scale = of_weights
-    dy_scale = gradient_scale(dy, group_sizes)
-    dy = Scaled(
-        _padded(quantize_tensor(dy, E5M2, copies="row", scale=dy_scale).row), dy_scale
-    )
+    dy, dy_transposed, weights = _gradient_of_rows(dy, group_sizes, combine)
     w = codes_of_experts(down, down_scale)
     da = grouped(dy, w, group_sizes, tiles, inner)
-    weights = jnp.ones(len(da), jnp.float32)
     scale, of_gate = grouped_gate_gradient(
         groups, largest_scale, da, weights, group_sizes, a_scale, activation
     )
-    transposed = kernels.grouped_transpose(dy.codes, group_sizes)
     d_down = kernels.grouped_weight_gradient(
-        *(of_gate.product, transposed, group_sizes, a_scale, dy_scale),
+        *(of_gate.product, dy_transposed, group_sizes, a_scale, dy.scale),
         out_dtype=stored(down.dtype),
     )
-    x = kernels.grouped_transpose(rows.padded(rows.x), group_sizes)
+    x = rows.transposed(group_sizes)
     d_gate_up = kernels.grouped_weight_gradient(
         *(x, of_gate.transposed, group_sizes, x_scale, scale),
         out_dtype=stored(gate_up[0].dtype),
@@ -168,10 +228,51 @@ def _backward(activation, inner, dtype, residuals, dy):
     of_pair = tuple(d.astype(w.dtype) for d, w in zip(of_pair, gate_up, strict=True))
     of_order, of_sizes = jax.tree.map(_no_gradient, (rows.order, group_sizes))
     of_rows = ExpertRows(dx.astype(like.dtype), of_order)
-    return of_rows, of_pair, d_down.astype(down.dtype), of_sizes
+    of_sums = None
+    if combine is not None:
+        d_weights = combine.gradient(of_gate.weights, group_sizes)
+        of_sums = Combine(d_weights, _no_gradient(combine.places))
+    return of_rows, of_pair, d_down.astype(down.dtype), of_sizes, of_sums
 
 
 _gated_experts.defvjp(_forward, _backward)
+
+
+def _exact(combine: Combine | None) -> Combine | None:
+    """Changes weights to bits, which an outer `fp8_remat` saves exactly, or back."""
+    if combine is None:
+        return None
+    with Note("weights of choices", "the gradient of a gate").scope():
+        return combine._replace(weights=scales_as_bits(combine.weights))
+
+
+def _gradient_of_rows(
+    dy: Float[Array, "_ n"], group_sizes: Int[Array, " g"], combine: Combine | None
+) -> tuple[Scaled, Float[Array, "n columns"], Float[Array, " padded"]]:
+    """Returns codes of the gradient of each row without its weight, and the weights.
+
+    Args:
+      dy: The gradient of rows or, with `combine`, of tokens.
+      group_sizes: The number of rows of each group.
+      combine: The sums of rows, or None for rows without weights.
+
+    Returns:
+      The codes with 128 rows of zeros at the end, with a scale per tensor; their
+      transposes by groups; and a weight for each of these rows.
+    """
+    if combine is None:
+        counts = has_group(dy, group_sizes)
+    else:
+        counts = jnp.any(combine.by_token < jnp.sum(group_sizes), axis=1)
+    scale = gradient_scale(dy, counts)
+    codes = quantize_tensor(dy, E5M2, copies="row", scale=scale).row
+    if combine is None:
+        rows, weights = ExpertRows(codes), jnp.ones(len(codes), jnp.float32)
+    else:
+        rows = ExpertRows(codes, inverted(combine.places))
+        weights = combine.weights_of_rows()
+    padded = Scaled(rows.padded(codes), scale)
+    return padded, rows.transposed(group_sizes), _padded(weights)
 
 
 def grouped_gate_gradient(

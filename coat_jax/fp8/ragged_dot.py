@@ -196,7 +196,7 @@ def _ragged_dot_fwd(x, w, group_sizes, dtype):
 def _ragged_dot_bwd(dtype, residuals, dy):
     residuals, dy = array_types.with_common_mesh((residuals, dy))
     x, x_scale, w, w_scale, group_sizes, tiles, like = residuals
-    dy_scale = gradient_scale(dy, group_sizes)
+    dy_scale = gradient_scale(dy, has_group(dy, group_sizes))
     rows = quantize_tensor(dy, E5M2, copies="row", scale=dy_scale)
     codes = codes_of_experts(w, w_scale)
     dx = grouped(Scaled(rows.row, dy_scale), codes, group_sizes, tiles, like.dtype)
@@ -223,9 +223,11 @@ def codes_of_experts(w: Float[Array, "g k n"], scale: Float[Array, " g"]) -> Sca
     return Scaled(numerics.encode(values, scale[:, None, None], E4M3.dtype), scale)
 
 
-def gradient_scale(dy: Float[Array, "m n"], group_sizes: Array) -> Float[Array, ""]:
-    """Returns the scale of a gradient, in which rows of no group do not count."""
-    values = jnp.where(has_group(dy, group_sizes)[:, None], dy.astype(jnp.float32), 0)
+def gradient_scale(
+    dy: Float[Array, "m n"], counts: Bool[Array, " m"]
+) -> Float[Array, ""]:
+    """Returns the scale of a gradient, of the rows that count."""
+    values = jnp.where(counts[:, None], dy.astype(jnp.float32), 0)
     return numerics.tensor_scale(numerics.magnitude(values), E5M2.dtype)
 
 

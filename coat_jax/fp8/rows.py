@@ -2,9 +2,12 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+import pallas_kernels as kernels
 from coat_jax.fp8.matmul import once
+from pallas_kernels.checks import WIDE
 
 
 def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k *m"]:
@@ -24,6 +27,15 @@ def wide_order(order: Int[Array, " m"]) -> Int[Array, " m"]:
     return order if order.dtype.itemsize >= 4 else order.astype(jnp.int32)
 
 
+def inverted(order: Int[Array, " m"]) -> Int[Array, " m"]:
+    """Returns the inverse of a permutation."""
+    order = wide_order(order)
+    numbers = jnp.arange(len(order), dtype=order.dtype)
+    inverse = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
+    # XLA would scatter again wherever the order is read.
+    return once(inverse)
+
+
 def sums(
     x: Float[Array, "m *n"], order: Int[Array, " m"], tokens: int
 ) -> Float[Array, "tokens *n"]:
@@ -34,13 +46,27 @@ def sums(
       order: A permutation.
       tokens: The number of tokens.
     """
-    order = wide_order(order)
-    numbers = jnp.arange(len(order), dtype=order.dtype)
-    inverse = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
-    # XLA would scatter again wherever the order is read.
-    inverse = once(inverse)
+    inverse = inverted(order)
     if tokens == len(x):
         return taken(x, inverse)
     each = x.at[inverse.reshape(tokens, -1)].get(mode="promise_in_bounds")
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     return jnp.sum(each.astype(wide), axis=1).astype(x.dtype)
+
+
+def total(
+    x: Float[Array, "m n"],
+    places: Int[Array, "tokens k"],
+    add: Float[Array, "tokens n"] | None = None,
+    *,
+    dtype: DTypeLike,
+) -> Float[Array, "tokens n"]:
+    """Adds up the rows of `x` at the places of each token, and `add`.
+
+    Sums are computed in float32 and rounded once, to `dtype`. Differentiating is an
+    error.
+    """
+    wide = x if x.dtype in WIDE else x.astype(jnp.float32)
+    arrays = wide, places.astype(jnp.int32), add
+    y = kernels.sum_rows(*arrays, out_dtype=dtype if dtype in WIDE else jnp.float32)
+    return y.astype(dtype)

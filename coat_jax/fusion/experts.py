@@ -1,4 +1,7 @@
-"""Finds gated MLPs of experts: `ragged_dot`, a gate, and `ragged_dot` again."""
+"""Finds gated MLPs of experts: `ragged_dot`, a gate, and `ragged_dot` again.
+
+The weighted sums of each token's rows may follow; see `coat_jax.fusion.combine`.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.fp8.gated_experts import ExpertRows, gated_experts
+from coat_jax.fp8.gated_experts import Combine, ExpertRows, gated_experts
 from coat_jax.fp8.ragged_dot import fp8_ragged_dot_p
+from coat_jax.fusion.combine import CombineMatch, combine_of
 from coat_jax.fusion.gathers import rows_p
 from coat_jax.fusion.operation import fused, traced
 from coat_jax.fusion.patterns import Gate, gate_of, marks_of
@@ -45,12 +49,14 @@ class _Experts(NamedTuple):
       halves: The matmul results that are gate and up, in this order.
       down: The matmul after the gate.
       gather: The gather that copies tokens to rows, if nothing else reads the rows.
+      combine: The weighted sums of rows by token, if nothing else reads the results.
     """
 
     gate: Gate
     halves: tuple[_Half, _Half]
     down: core.JaxprEqn
     gather: core.JaxprEqn | None
+    combine: CombineMatch | None
 
     @property
     def matmuls(self) -> list[core.JaxprEqn]:
@@ -59,32 +65,46 @@ class _Experts(NamedTuple):
         return matmuls[: 1 if matmuls[0] is matmuls[1] else 2]
 
     @property
+    def last(self) -> core.JaxprEqn:
+        """The operation in the place of which the fused form is computed."""
+        return self.combine.eqns[-1] if self.combine else self.down
+
+    @property
     def eqns(self) -> list[core.JaxprEqn]:
-        """The operations before `down` that it replaces."""
+        """The operations that it replaces."""
         cuts = [half.eqn for half in self.halves]
         others = [eqn for eqn in (*cuts, self.gather) if eqn is not None]
-        return [*self.matmuls, *self.gate.eqns, *others]
+        sums = self.combine.eqns if self.combine else ()
+        return [*self.matmuls, *self.gate.eqns, *others, self.down, *sums]
 
     def traced(self) -> list[core.JaxprEqn]:
-        """Returns the operations of the fused form, in the place of `down`."""
+        """Returns the operations of the fused form, in the place of `last`."""
         first, *_ = self.matmuls
         x, _, sizes = first.invars
         rows = ExpertRows(*(self.gather.invars if self.gather else [x]))
         weights = tuple(eqn.invars[1] for eqn in self.matmuls)
         operands = rows, weights, self.down.invars[1], sizes
+        if match := self.combine:
+            operands = *operands, Combine(match.weights, match.places)
+        (result,) = self.last.outvars
         form = partial(
             _in_order if self.halves[0].half == 1 else gated_experts,
             activation=self.gate.activation,
             inner=first.params["dtype"],
-            dtype=self.down.params["dtype"],
+            outer=self.down.params["dtype"],
+            dtype=result.aval.dtype,
         )
         leaves, tree = jax.tree.flatten(operands)
-        types = [v.aval for v in self.down.outvars]
 
         def run(*arrays):
-            return fused(form, tree, types, arrays)
+            rows, w, down, sizes, *combine = jax.tree.unflatten(tree, arrays)
+            for each in combine:
+                weights = each.weights.reshape(match.shape)
+                combine = [each._replace(weights=weights)]
+            arrays, of_form = jax.tree.flatten((rows, w, down, sizes, *combine))
+            return fused(form, of_form, [result.aval], arrays)
 
-        return traced(run, leaves, self.down.outvars, like=self.down)
+        return traced(run, leaves, [result], like=self.last)
 
 
 def _in_order(rows, weights, *others, **options):
@@ -110,7 +130,7 @@ def fuse_experts(program: core.Jaxpr) -> core.Jaxpr:
             found.append(match)
             ends.add(id(eqn))
     replaced = {id(eqn): [] for match in found for eqn in match.eqns}
-    replaced |= {id(match.down): match.traced() for match in found}
+    replaced |= {id(match.last): match.traced() for match in found}
     eqns = [new for eqn in program.eqns for new in replaced.get(id(eqn), [eqn])]
     return program.replace(eqns=eqns)
 
@@ -170,7 +190,7 @@ def _experts(
     gather = graph.makers.get(x)
     if not _is_of_tokens(gather) or not graph.only_read_by([x], [first, second]):
         gather = None
-    return _Experts(gate, halves, down, gather)
+    return _Experts(gate, halves, down, gather, combine_of(down.outvars[0], graph))
 
 
 def _is_of_tokens(eqn: core.JaxprEqn | None) -> bool:

@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
@@ -198,6 +199,11 @@ class Norm:
         if self.kind == "layer":
             return functional.layer_norm(x, weight, eps=self.eps)
         return functional.rms_norm(x, weight, eps=self.eps)
+
+    def rate(self, x: Float[Array, "... h"]) -> Float[Array, "... 1"]:
+        """Computes the factor of each token in an RMSNorm, in float32."""
+        square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+        return lax.rsqrt(square + self.eps)
 
     def backward(
         self,

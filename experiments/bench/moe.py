@@ -7,8 +7,9 @@ with others, and writes `moe.json`: the same kernel in BF16, a dense FP8 matmul 
 many numbers, XLA's batched BF16 matmul of equal groups, JAX's kernel of `ragged_dot`,
 and `jax.lax.ragged_dot`. Rates include the list of tiles, and count no padding. With
 `--only layers` it measures whole layers with the shapes of Qwen3-30B-A3B and Mixtral;
-see `experiments.bench.moe_layers`. With `--only expert_parallel`, on two GPUs or more,
-it checks and measures a layer with its experts on all of them; see
+see `experiments.bench.moe_layers`. With `--only kernels` it prints the time of every
+kernel of these layers, ours and a user's. With `--only expert_parallel`, on two GPUs or
+more, it checks and measures a layer with its experts on all of them; see
 `experiments.bench.moe_parallel`. Rows are printed as lines of JSON as they come. With
 `--small` it interprets tiny kernels on a CPU.
 """
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--seconds", type=float, default=420, help="start no case after this time")
     names = [*CASES, "layers"]
-    choices = [*names, "expert_parallel"]
+    choices = [*names, "kernels", "expert_parallel"]
     add("--only", nargs="+", choices=choices, default=names)
     layers = list(moe_layers.NAMES)
     add("--layers", nargs="+", choices=layers, default=layers, help="(all)")
@@ -118,6 +119,10 @@ def measured(args: argparse.Namespace, end: float) -> Iterator[Row]:
             layers = [moe_layers.NAMES[name] for name in args.layers]
             layers = [moe_layers.SMALL] if args.small else layers
             yield from moe_layers.rows(layers, end, options)
+            continue
+        if name == "kernels":
+            layers = [moe_layers.NAMES[name] for name in args.layers]
+            yield from moe_layers.kernel_rows(layers, calls=10)
             continue
         if name == "expert_parallel":
             yield from moe_parallel.rows(args.small, end, options)

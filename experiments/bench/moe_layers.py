@@ -21,6 +21,7 @@ from coat_jax.layers.experts.products import Product, merged
 from coat_jax.layers.experts.routing import Experts, Routing
 from coat_jax.layers.experts.rows import Rows
 from coat_jax.layers.parts import Norm
+from experiments.common import profiling
 from experiments.common.grouped_cases import BF16, drawn
 from experiments.common.results import Bar
 from experiments.common.timing import Program, timed
@@ -54,6 +55,7 @@ FASTER = {QWEN3: 1.3, MIXTRAL: 1.4}
 NAMES = {"qwen3": QWEN3, "mixtral": MIXTRAL}
 SAVED = 0.35
 IN_TWO_LINES = {QWEN3: 1.2, MIXTRAL: 1.3}
+PROFILED = "coat", "two_lines"
 # The most experts with which `jax.lax.ragged_dot` is timed.
 _FEW_EXPERTS = 8
 
@@ -197,10 +199,7 @@ def rows(
         if time.monotonic() > end:
             yield row | {"skipped": "time is up"}
             continue
-        params, x, dy = arguments(shape)
-        cases = {name: (layer, params) for name, layer in layers(shape)}
-        two_lines = coat.fp8(functools.partial(users_layer, shape.top_k))
-        cases["two_lines"] = two_lines, users_params(params)
+        cases, x, dy = _cases(shape)
         programs = [
             Program(name, functools.partial(passes, layer), (own_params, x, dy))
             for name, (layer, own_params) in cases.items()
@@ -212,6 +211,34 @@ def rows(
             for program in times
         }
         yield row
+
+
+def _cases(
+    shape: LayerShape,
+) -> tuple[dict[str, tuple[Layer, Any]], jax.Array, jax.Array]:
+    """Returns layers with their parameters by name, the input and its gradient."""
+    params, x, dy = arguments(shape)
+    cases: dict[str, tuple[Layer, Any]] = {
+        name: (layer, params) for name, layer in layers(shape)
+    }
+    two_lines = coat.fp8(functools.partial(users_layer, shape.top_k))
+    cases["two_lines"] = two_lines, users_params(params)
+    return cases, x, dy
+
+
+def kernel_rows(
+    shapes: Sequence[LayerShape], calls: int, names: Sequence[str] = PROFILED
+) -> Iterator[Row]:
+    """Yields the milliseconds of every kernel of whole layers, the longest first."""
+    for shape in shapes:
+        cases, x, dy = _cases(shape)
+        for name in names:
+            layer, params = cases[name]
+            run = jax.jit(functools.partial(passes, layer))
+            run = functools.partial(run, params, x, dy)
+            of_kernels = profiling.kernel_ms(run, calls=calls, named=True)
+            row = {"case": "kernels", "layer": name, **shape._asdict()}
+            yield row | {"kernels_ms": of_kernels}
 
 
 def bars(rows: list[Row]) -> Iterator[Bar]:

@@ -30,7 +30,11 @@ class KernelRun(NamedTuple):
 
 
 def kernel_ms(
-    function: Callable[[], Any], *, calls: int = 20, rest_s: float = 0.0
+    function: Callable[[], Any],
+    *,
+    calls: int = 20,
+    rest_s: float = 0.0,
+    named: bool = False,
 ) -> dict[str, float]:
     """Returns milliseconds per call by kind of kernel, largest first, and of gaps.
 
@@ -39,6 +43,7 @@ def kernel_ms(
       calls: The number of calls.
       rest_s: The seconds that the chip rests before each call. A rested chip is limited
         by its clocks, a busy chip by its power limit.
+      named: Whether every kernel is a kind of its own, with its name on the GPU.
 
     Raises:
       ValueError: If no kernel ran on a GPU.
@@ -57,7 +62,8 @@ def kernel_ms(
         kernels = list(_kernels(jax.profiler.ProfileData.from_file(str(trace))))
     if not kernels:
         raise ValueError(f"no kernel ran on a GPU, but on {jax.devices()[0]}")
-    return {kind: ms / calls for kind, ms in by_part(kernels).items()}
+    kinds = by_name(kernels) if named else by_part(kernels)
+    return {kind: ms / calls for kind, ms in kinds.items()}
 
 
 def _kernels(data: Any) -> Iterator[KernelRun]:
@@ -73,10 +79,21 @@ def _kernels(data: Any) -> Iterator[KernelRun]:
 
 def by_part(kernels: Iterable[KernelRun]) -> dict[str, float]:
     """Sums milliseconds by kind of kernel, largest first, and the gaps between them."""
-    totals = collections.Counter({"products": 0.0, "attention": 0.0})
+    return _summed(kernels, _part, {"products": 0.0, "attention": 0.0})
+
+
+def by_name(kernels: Iterable[KernelRun]) -> dict[str, float]:
+    """Sums milliseconds by the kernels' names, largest first, and their gaps."""
+    return _summed(kernels, lambda name: name, {})
+
+
+def _summed(
+    kernels: Iterable[KernelRun], kind: Callable[[str], str], start: dict[str, float]
+) -> dict[str, float]:
+    totals = collections.Counter(start)
     gaps, last = 0.0, None
     for kernel in sorted(kernels, key=lambda kernel: kernel.start_ms):
-        totals[_part(kernel.name)] += kernel.end_ms - kernel.start_ms
+        totals[kind(kernel.name)] += kernel.end_ms - kernel.start_ms
         last = kernel.start_ms if last is None else last
         gaps += max(kernel.start_ms - last, 0.0)
         last = max(kernel.end_ms, last)

@@ -297,6 +297,15 @@ def _grouped() -> Iterator[CompiledCase]:
     for x in (_array(rows, k), gradient):
         call, arrays = pk.grouped_transpose, (x, sizes)
         yield CompiledCase(f"transpose of groups, {x.dtype}", call, arrays)
+    tokens, choices = rows // 8, 8
+    index = _array(rows, dtype=jnp.int32)
+    arrays = _array(tokens, k, dtype=_E4M3), sizes, None, index
+    yield CompiledCase("transpose of copied rows", pk.grouped_transpose, arrays)
+    places = _array(tokens, choices, dtype=jnp.int32)
+    for add in (None, _array(tokens, k)):
+        arrays = _array(rows, k), places, add
+        name = "sums of rows" if add is None else "sums of rows and an array"
+        yield CompiledCase(name, pk.sum_rows, arrays)
     for activation in get_args(pk.Activation):
         call = functools.partial(_weighted_gate_grad, activation)
         groups_of_16 = pk.Scaled(

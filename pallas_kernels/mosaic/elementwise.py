@@ -34,6 +34,8 @@ from pallas_kernels.mosaic.sink import Encoded, Sink
 from pallas_kernels.mosaic.strips import Blocks, Encoding, Tuning, Walk
 from pallas_kernels.numerics import GROUP, Scaled
 
+_ROWS_AT_ONCE = 8  # Rows that are copied after their indices were read.
+
 
 @functools.partial(
     jax.jit,
@@ -138,7 +140,8 @@ def run(
     def launch(operands, scales, after, blocks):
         scratch = {"tiles": [scratch_of(each, walk, count) for each, count in requests]}
         if staged:
-            scratch["stages"] = Stages.of(operands, walk)
+            indexed = blocks is not None and blocks.index is not None
+            scratch["stages"] = Stages.of(operands, walk, indexed)
         (out,) = mosaic.kernel(
             kernel,
             out_type=(out_type,),
@@ -254,14 +257,18 @@ class Stages(NamedTuple):
     barrier: Any
 
     @classmethod
-    def of(cls, operands: Any, walk: Walk) -> "Stages":
-        """Returns the shared memory to allocate."""
+    def of(cls, operands: Any, walk: Walk, indexed: bool = False) -> "Stages":
+        """Returns the shared memory to allocate.
+
+        Rows are copied one by one if they are `indexed`.
+        """
         elements = [jax.tree.leaves(operand)[0] for operand in operands]
         tiles = [
             [tile_of(x.dtype, walk)] * x.shape[1] if x.ndim > 1 else []
             for x in elements
         ]
-        barrier = plgpu.Barrier(num_arrivals=sum(map(len, tiles)))
+        copies = walk.strip_rows if indexed else 1
+        barrier = plgpu.Barrier(num_arrivals=copies * sum(map(len, tiles)))
         return cls(tiles, barrier)
 
     def strips(
@@ -275,10 +282,10 @@ class Stages(NamedTuple):
         rows = pl.ds(row, walk.strip_rows)
         columns = pl.ds(group * walk.group, walk.columns * walk.group)
         elements = [jax.tree.leaves(operand)[0] for operand in operands]
-        for x, tiles in zip(elements, self.tiles, strict=True):
-            for i, tile in enumerate(tiles):
-                index = (rows, i, columns)
-                plgpu.copy_gmem_to_smem(x.at[index], tile, self.barrier)
+        if blocks is not None and blocks.index is not None:
+            self._copy_rows(elements, blocks.index, row, columns)
+        else:
+            self._copy(elements, rows, columns)
         # The scales are loaded while the copies are in flight.
         scales = [
             [_scales(x.scale.at[rows, i], group, walk) for i in range(x.codes.shape[1])]
@@ -306,6 +313,24 @@ class Stages(NamedTuple):
                     yield Scaled(strip, of_groups[i][j]) if of_groups else strip
 
         return [functools.partial(strips, j) for j in range(walk.strips)]
+
+    def _copy(self, arrays: Any, row: Any, columns: Any, to: Any = slice(None)) -> None:
+        """Starts the copies of columns of rows to the rows `to` of tiles."""
+        for x, tiles in zip(arrays, self.tiles, strict=True):
+            for i, tile in enumerate(tiles):
+                part = x.at[row, i, columns]
+                plgpu.copy_gmem_to_smem(part, tile.at[to], self.barrier)
+
+    def _copy_rows(self, arrays: Any, index: Any, row: Array, columns: Any) -> None:
+        """Starts a copy of each row that `index` has from its row `row` on."""
+
+        @pl.loop(0, LANES // _ROWS_AT_ONCE)
+        def _(number):
+            first = number * _ROWS_AT_ONCE
+            # Indices are read before the first copy, so that their latencies overlap.
+            sources = [index[row + first + j] for j in range(_ROWS_AT_ONCE)]
+            for j, source in enumerate(sources):
+                self._copy(arrays, source, columns, first + j)
 
 
 def _of_rows(ref: Any, shape: tuple[int, int]) -> Array:

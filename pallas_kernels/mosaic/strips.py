@@ -77,10 +77,14 @@ class Blocks(NamedTuple):
       source: The first row of each block. A block may end after the last row of arrays.
       count: The number of rows of each block that its transposed copy has; the rest of
         the copy's 128 columns are zeros. None means all 128 rows.
+      index: The row of arrays that stands at each row, with 128 more at the end. None
+        means that rows are in their order. Arrays are codes or integers of 8 bits then,
+        and only transposed copies are written.
     """
 
     source: Int[Array, " blocks"]
     count: Int[Array, " blocks"] | None = None
+    index: Int[Array, " rows"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -175,6 +175,9 @@ def test_kernels_are_sorted_by_what_they_are():
         profiling.KernelRun("void cudnn::fusion::convert_dq_to_16bits", 7.0, 15.0),
         profiling.KernelRun("cudnn_generated_flash_bprop", 60.5, 76.5),
     ]
+    by_name = profiling.by_name(kernels)
+    assert by_name["loop_add_fusion"] == 32
+    assert by_name["norm_grad_mosaic_gpu_kernel"] == 1
     assert profiling.by_part(kernels) == {
         "products": 6.0,
         "attention": 24.0,

@@ -20,6 +20,7 @@ from coat_jax.layers import recipes
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.layers.experts.routing import Experts, Routing, updated_bias
 from coat_jax.layers.parts import Norm
+from pallas_kernels import explain
 
 HIDDEN, INNER, COUNT = 64, 32, 5
 BATCH, LENGTH = 2, 21  # No multiple of 8.
@@ -82,6 +83,11 @@ def tokens(dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
 
 def passes(name: str, experts: Experts, gate="silu"):
     """Returns a function that computes a layer's experts and all gradients."""
+    return jax.jit(passes_of(name, experts, gate), compiler_options=QUICK)
+
+
+def passes_of(name: str, experts: Experts, gate="silu"):
+    """Returns `passes` without `jit`."""
     recipe = recipes.RECIPES[name]
 
     def layer(params, x):
@@ -89,8 +95,7 @@ def passes(name: str, experts: Experts, gate="silu"):
         y, shares = recipe.experts(params, recipe.enter(x), **options)
         return recipe.leave(y), Routing.of(shares)
 
-    run = functools.partial(with_gradients, layer)
-    return jax.jit(run, compiler_options=QUICK)
+    return functools.partial(with_gradients, layer)
 
 
 def with_gradients(layer, params, x, dy):
@@ -210,11 +215,9 @@ def pieces(experts, gate):
     """Returns functions of the oracle with their derivatives, compiled once."""
     quick = functools.partial(jax.jit, compiler_options=QUICK)
 
-    def router(ids, h, weight, *cotangents):
-        outputs, vjp = jax.vjp(
-            lambda h, r: weights_of(h @ r.T, ids, experts), h, weight
-        )
-        return outputs, vjp(cotangents) if cotangents else None
+    def router(ids, logits, *cotangents):
+        outputs, vjp = jax.vjp(lambda x: weights_of(x, ids, experts), logits)
+        return outputs, vjp(cotangents)[0] if cotangents else None
 
     def gated(up, *da):
         def fn(up):
@@ -235,8 +238,10 @@ def in_fp8(experts, gate, params, x, dy):
     router, gated, normed = pieces(experts, gate)
     flat = np.asarray(x, np.float32).reshape(-1, HIDDEN)
     h, _ = normed(flat, params["norm"])
-    ids = chosen(np.asarray(h) @ np.asarray(params["router"]).T, params, experts)
-    (weights, routing), _ = router(ids, h, params["router"])
+    of_router = np.asarray(params["router"])
+    logits = np.asarray(h) @ of_router.T
+    ids = chosen(logits, params, experts)
+    (weights, routing), _ = router(ids, logits)
     weights = np.asarray(weights)[..., None]
     merged = np.asarray(params["gate_up"]).reshape(experts.num_groups, -1, HIDDEN)
     up = np.einsum("th,enh->ten", rows(h), groups(merged, HIDDEN), optimize=True)
@@ -256,8 +261,10 @@ def in_fp8(experts, gate, params, x, dy):
     zeros = np.zeros(COUNT, np.float32)
     losses = Routing(zeros, np.float32(0.3), np.float32(0.02))
     h, _ = normed(groups(flat), params["norm"])
-    _, (dh_router, drouter) = router(ids, h, params["router"], dweights, losses)
-    _, (dx, dnorm) = normed(groups(flat), params["norm"], dh + dh_router)
+    # Logits are saved, and the norm's output is computed again from groups.
+    _, dlogits = router(ids, logits, dweights, losses)
+    dh, drouter = dh + dlogits @ of_router, dlogits.T @ h
+    _, (dx, dnorm) = normed(groups(flat), params["norm"], dh)
     a = tensor(a * weights)
     grads = {
         "norm": dnorm,
@@ -319,11 +326,39 @@ def test_no_rows_of_the_residual_stream_are_saved(name):
         in_groups = 1 + 2 / 16
         # Codes of gate and up, their largest scale, and the order of rows.
         of_rows = rows_of_experts * (2 * INNER * in_groups + 4 + 4)
-        # Codes of the input, and the experts and weights of each token.
-        of_tokens = count * (HIDDEN * in_groups + experts.choices * 8)
+        # Codes of the input, and the experts and logits of each token.
+        of_tokens = count * (HIDDEN * in_groups + experts.choices * 4 + COUNT * 4)
         others = 4 * experts.num_groups + 2 * 4
         assert saved_bytes(residuals) == of_rows + of_tokens + others
         assert largest == rows_of_experts * 2 * INNER
+
+
+def test_kernels_read_tokens_in_place_of_copied_rows():
+    """Sums, and transposes of rows, are computed without arrays of all rows."""
+    experts, (count, hidden) = KINDS["shared"][0], (48, 128)
+    groups = experts.num_groups
+    shapes = {
+        "norm": (hidden,),
+        "router": (COUNT, hidden),
+        "gate_up": (groups, 2, INNER, hidden),
+        "down": (groups, hidden, INNER),
+    }
+    params, x = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        (shapes, (1, count, hidden)),
+        is_leaf=lambda shape: isinstance(shape, tuple) and isinstance(shape[0], int),
+    )
+    run = passes_of("coat", experts)
+    choices = explain(run, {**params, "router_bias": None}, x, x).choices
+    # Forward adds the stream to its sums.
+    stream = f"bfloat16[{count},{hidden}]"
+    of_sums = [c.arrays for c in choices if c.operation == "sum_rows"]
+    assert sorted(stream in arrays for arrays in of_sums) == [False, True]
+    # Codes of the result's gradient and of the norm's output.
+    of_transposes = [c.arrays for c in choices if c.operation == "grouped_transpose"]
+    codes = "float8_e4m3fn", "float8_e5m2"
+    expected = [f"{dtype}[{count},{hidden}]" for dtype in codes]
+    assert sorted(arrays[0] for arrays in of_transposes) == expected
 
 
 def layers_of(experts, **options):

@@ -2,7 +2,7 @@
 
 Forward quantizes the norm's output once, with a scale per token, and gathers codes into
 the order of experts. For backward it saves FP8 copies, in groups of 16, of the layer's
-input and of gate and up, and the routing: experts, weights and order of the rows. All
+input and of gate and up, and the routing: experts, logits and order of the rows. All
 else is computed again. The matmuls of weight gradients read transposed codes, in which
 every expert begins at a multiple of 128.
 
@@ -32,10 +32,10 @@ from coat_jax.layers.experts.routing import (
     Experts,
     Shares,
     chosen_experts,
+    logits_gradient,
+    normed_logits,
     routed,
-    router_logits,
 )
-from coat_jax.layers.experts.rows import Rows
 from coat_jax.layers.experts.sent import restored, sorted_rows
 from coat_jax.layers.flow import Params
 from coat_jax.layers.parts import Norm, Stream
@@ -96,7 +96,7 @@ def _shard(norm, gate, experts, axis_name, params, x):
     """
     flat = x.reshape(-1, x.shape[-1])
     h, groups = norm.forward(flat, params["norm"])
-    logits = router_logits(norm.values(flat, params["norm"]), params["router"])
+    logits = normed_logits(norm, flat, params["norm"], params["router"])
     ids = chosen_experts(logits, experts, params["router_bias"])
     weights, shares = routed(logits, ids, experts)
     # The gate's backward kernel reads rows after the last expert's.
@@ -106,11 +106,11 @@ def _shard(norm, gate, experts, axis_name, params, x):
     y = y.reshape(len(y), 2, -1)
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
     a = Scaled(out.values, out.scale * rows.of_choices(weights))
-    y = rows.sums(forward_product(a, params["down"], rows, x.dtype))
-    y = (flat.astype(jnp.float32) + y).astype(x.dtype).reshape(x.shape)
+    y = forward_product(a, params["down"], rows, x.dtype)
+    y = rows.sums(y, flat, x.dtype).reshape(x.shape)
     inner = out.groups, out.largest_scale
     h_scale, a_scale = tensor_scales(h, a)
-    routing = ids, weights, rows.saved
+    routing = ids, logits, rows.saved
     scales = rows.common(h_scale)[None], a_scale[None]
     return y, shares, (groups, inner, routing, scales)
 
@@ -129,7 +129,7 @@ def _grads_by_shards(run, residuals, cotangents):
 
 def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
     """Computes the gradient of a shard's tokens, and its part of the parameters'."""
-    params, groups, inner, (ids, weights, saved), scales = residuals
+    params, groups, inner, (ids, logits, saved), scales = residuals
     (h_scale,), (a_scale,) = scales
     dy, dshares = cotangents
     rows = restored(saved, ids.shape, experts, axis_name, padding=BLOCK)
@@ -137,12 +137,13 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
     codes = quantize_tensor(flat, E5M2, copies="row", scale=dy_scale).row
     gradient = Scaled(rows.of_tokens(codes), dy_scale)
     da = input_gradient(gradient, params["down"], rows, flat.dtype)
+    (weights, _), of_logits = jax.vjp(lambda x: routed(x, ids, experts), logits)
     of_rows = rows.of_choices(weights)
     scale, inner_grads = grouped_gate_gradient(
         *inner, da, of_rows, rows.sizes, a_scale, gate
     )
     a = Scaled(inner_grads.product, a_scale)
-    gradient = transposed(gradient, rows)
+    gradient = Scaled(rows.transposed(codes), dy_scale)
     d_down = weight_gradient(gradient, a, rows, params["down"].dtype)
     gate_up = merged(params["gate_up"])
     d_gate_up = Scaled(inner_grads.values.reshape(len(da), -1), scale)
@@ -150,17 +151,13 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
     h = kernels.norm(
         groups, params["norm"], kind=norm.kind, eps=norm.eps, scale=h_scale
     )
-    h = Scaled(rows.of_tokens(h.y), h_scale)
+    h = Scaled(rows.transposed(h.y), h_scale)
     d_gate_up = Scaled(inner_grads.transposed, scale)
-    dw = weight_gradient(d_gate_up, transposed(h, rows), rows, gate_up.dtype)
-    dweights = rows.to_choices(inner_grads.weights)
-
-    def router(h, weight):
-        return routed(router_logits(h, weight), ids, experts)
-
-    values = norm.values(_numbers(groups), params["norm"])
-    _, vjp = jax.vjp(router, values, params["router"])
-    dh_router, d_router = vjp((dweights, dshares))
+    dw = weight_gradient(d_gate_up, h, rows, gate_up.dtype)
+    (dlogits,) = of_logits((rows.to_choices(inner_grads.weights), dshares))
+    dh_router, d_router = logits_gradient(
+        norm, _numbers(groups), params["norm"], params["router"], dlogits
+    )
     dh = (dh + dh_router).astype(flat.dtype)
     dx, dnorm, _ = norm.backward(groups, dh, params["norm"], None, flat, False)
     bias = params["router_bias"]
@@ -183,8 +180,3 @@ def _numbers(groups: Scaled) -> Float[Array, "..."]:
     return kernels.dequantize_groups(
         groups, dtype=jnp.float32, group=GROUP, implementation="reference"
     )
-
-
-def transposed(x: Scaled, rows: Rows) -> Scaled:
-    """Returns transposed codes of rows, with their scale per tensor."""
-    return x._replace(codes=kernels.grouped_transpose(x.codes, rows.sizes))

@@ -5,6 +5,7 @@ All of it is computed in float32.
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -12,10 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from coat_jax.layers.parts import Norm
 from pallas_kernels.checks import check_positive
 from pallas_kernels.dispatch import array_types
 
 RouterScores = Literal["softmax", "sigmoid"]
+# A product of float32 numbers as three products of bfloat16 numbers.
+_PRECISION = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,8 +156,67 @@ def router_logits(
     times the error of float32 sums, and it takes half of their time.
     """
     h, router = (x.astype(jnp.float32) for x in (h, router))
-    precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-    return jnp.tensordot(h, router, axes=(-1, -1), precision=precision)
+    return jnp.tensordot(h, router, axes=(-1, -1), precision=_PRECISION)
+
+
+def normed_logits(
+    norm: Norm,
+    x: Float[Array, "tokens h"],
+    weight: Float[Array, " h"] | None,
+    router: Float[Array, "experts h"],
+) -> Float[Array, "tokens experts"]:
+    """Computes `router_logits` of a norm's output, which an RMSNorm does not write.
+
+    Each token's rate is a factor of its logits, and the norm's weight is one of the
+    router's columns. So the matmul reads `x` itself. If that is in bfloat16, it is
+    exact in one BF16 operand, and the router is in two. Over 2,048 numbers the error is
+    2e-6 if router and weight are in bfloat16, else 9e-6.
+    """
+    if norm.kind != "rms" or x.dtype != jnp.bfloat16:
+        return router_logits(norm.values(x, weight), router)
+    router = _weighted(router, weight)
+    high = lax.reduce_precision(router, 8, 7)
+    halves = jnp.concatenate([high, router - high]).astype(x.dtype)
+    sums = jnp.tensordot(x, halves, axes=(-1, -1), preferred_element_type=jnp.float32)
+    high, low = jnp.split(sums, 2, axis=1)
+    return (high + low) * norm.rate(x)
+
+
+def logits_gradient(
+    norm: Norm,
+    x: Float[Array, "tokens h"],
+    weight: Float[Array, " h"] | None,
+    router: Float[Array, "experts h"],
+    dlogits: Float[Array, "tokens experts"],
+) -> tuple[Float[Array, "tokens h"], Float[Array, "experts h"]]:
+    """Computes the gradients of the norm's output and of the router.
+
+    Args:
+      norm: The norm.
+      x: The norm's input, float32.
+      weight: The norm's weight.
+      router: The router.
+      dlogits: The gradient of the logits.
+
+    Returns:
+      The gradient of the norm's output, float32, and of the router, in its dtype.
+    """
+    multiply = partial(jnp.tensordot, precision=_PRECISION)
+    dh = multiply(dlogits, router.astype(jnp.float32), axes=1)
+    if norm.kind == "rms":
+        d_router = multiply(dlogits * norm.rate(x), x, axes=(0, 0))
+        d_router = _weighted(d_router, weight)
+    else:
+        d_router = multiply(dlogits, norm.values(x, weight), axes=(0, 0))
+    return dh, d_router.astype(router.dtype)
+
+
+def _weighted(
+    router: Float[Array, "experts h"], weight: Float[Array, " h"] | None
+) -> Float[Array, "experts h"]:
+    """Multiplies the columns of a router by a norm's weight, in float32."""
+    router = router.astype(jnp.float32)
+    return router if weight is None else router * weight.astype(jnp.float32)
 
 
 def chosen_experts(

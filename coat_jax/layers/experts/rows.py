@@ -4,11 +4,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 import pallas_kernels as kernels
 from coat_jax.fp8.matmul import once
-from coat_jax.fp8.rows import taken
+from coat_jax.fp8.rows import taken, total
 from coat_jax.layers.experts.routing import group_sizes
 from pallas_kernels import GroupTiles
 from pallas_kernels.ops.grouped_matmul.tiles import ROWS
@@ -68,7 +69,15 @@ class Rows:
 
     def of_tokens(self, x: Shaped[Array, "tokens *n"]) -> Shaped[Array, "rows *n"]:
         """Returns the row of each row's token, and zeros for padding."""
-        return taken(x, self.choice // self.choices)
+        return taken(x, self._token)
+
+    def transposed(self, x: Float[Array, "tokens n"]) -> Float[Array, "n padded"]:
+        """Returns `of_tokens` of codes as `grouped_transpose` transposes them."""
+        return kernels.grouped_transpose(x, self.sizes, index=self._token)
+
+    @property
+    def _token(self) -> Int[Array, " rows"]:
+        return self.choice // self.choices
 
     def of_choices(self, x: Shaped[Array, "tokens choices"]) -> Shaped[Array, " rows"]:
         """Returns the element of each row's choice, and zero for padding."""
@@ -78,9 +87,14 @@ class Rows:
         """Returns each choice's element of `x`, the inverse of `of_choices`."""
         return once(x)[self._places()]
 
-    def sums(self, x: Float[Array, "rows n"]) -> Float[Array, "tokens n"]:
-        """Adds up the rows of each token, in float32."""
-        return jnp.sum(x[self._places()].astype(jnp.float32), axis=1)
+    def sums(
+        self,
+        x: Float[Array, "rows n"],
+        add: Float[Array, "tokens n"] | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ) -> Float[Array, "tokens n"]:
+        """Adds up the rows of each token and `add`, in float32, rounded to `dtype`."""
+        return total(x, self._places(), add, dtype=dtype)
 
     def _places(self) -> Int[Array, "tokens choices"]:
         """Returns the row of each choice."""

@@ -19,6 +19,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 import pallas_kernels as kernels
@@ -207,6 +208,10 @@ class SentRows:
         """Sends a row of `x` for each choice of its token; padding is zeros."""
         return self._arrive(self.sent.of_tokens(x))
 
+    def transposed(self, x: Float[Array, "tokens n"]) -> Float[Array, "n padded"]:
+        """Returns `of_tokens` of codes as `grouped_transpose` transposes them."""
+        return kernels.grouped_transpose(self.of_tokens(x), self.sizes)
+
     def of_choices(self, x: Shaped[Array, "tokens choices"]) -> Shaped[Array, " rows"]:
         """Sends the elements of choices to their rows; padding is zeros."""
         return self._arrive(self.sent.of_choices(x))
@@ -215,13 +220,20 @@ class SentRows:
         """Returns rows' elements to the choices, the inverse of `of_choices`."""
         return self.sent.to_choices(self._return(x))
 
-    def sums(self, x: Float[Array, "rows n"]) -> Float[Array, "tokens n"]:
-        """Returns rows in their dtype, and adds up the rows of each token, in float32.
+    def sums(
+        self,
+        x: Float[Array, "rows n"],
+        add: Float[Array, "tokens n"] | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ) -> Float[Array, "tokens n"]:
+        """Returns rows in their dtype, and adds up the rows of each token and `add`.
+
+        Sums are in float32, and are rounded to `dtype`.
 
         If any device of the axis has more rows for another than a chunk has place for,
         the sums of all its devices are NaN.
         """
-        sums = self.sent.sums(self._return(x))
+        sums = self.sent.sums(self._return(x), add, dtype)
         return jnp.where(self.chunks.overflow(self._of_pairs), jnp.nan, sums)
 
     def common(self, scale: Float[Array, ""]) -> Float[Array, ""]:

@@ -25,6 +25,7 @@ def grouped_transpose(
     x: Float[Array, "rows n"],
     group_sizes: Int[Array, " groups"],
     scale: Float[Array, ""] | None = None,
+    index: Int[Array, " rows"] | None = None,
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     implementation: operations.Implementation | None = None,
@@ -34,13 +35,16 @@ def grouped_transpose(
     The columns of each group begin at a multiple of 128, after the group before. The
     columns between groups and after them are zeros. There are `padded_rows(rows,
     groups)` columns. With a scale the result is quantized as by `quantize_tensor`, in
-    the same pass.
+    the same pass. With an index the rows are `x[index]`, which are not written.
 
     Args:
       x: Rows that are sorted by group, bfloat16 or float32; without a scale they may
         also be codes. Rows after the last group's have no effect.
       group_sizes: The number of rows of each group, int32.
       scale: A per-tensor scale, with which the result is quantized, or None.
+      index: The rows of `x` to take, int32, in the order of groups; None for all in
+        their order. Rows in groups must be rows of `x`, which is not checked. It is for
+        codes.
       dtype: The dtype of the codes, if there is a scale.
       implementation: The implementation; None means the kernel where it can run.
 
@@ -63,8 +67,15 @@ def grouped_transpose(
     if scale is not None:
         check_dtype("codes", dtype, CODES)
         scale = scalar("scale", scale)
+    if index is not None:
+        check_dtype("rows with an index", x.dtype, CODES)
+        check_dtype("index", index.dtype, (jnp.int32,))
+        if index.ndim != 1:
+            raise ValueError(f"index must be a vector, got shape {index.shape}")
+        if x.shape[1] % _BYTES:  # The copy engine takes no parts of other rows.
+            x, index = _rows_at(x, index), None
     operation = _GroupedTranspose(dtype=jnp.dtype(x.dtype if scale is None else dtype))
-    return operation(x, group_sizes, scale, implementation=implementation)
+    return operation(x, group_sizes, scale, index, implementation=implementation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +85,12 @@ class _GroupedTranspose(operations.Operation):
     dtype: jnp.dtype
     name = "grouped_transpose"
 
-    def obstacle(self, x, group_sizes, scale) -> str | None:
+    def obstacle(self, x, group_sizes, scale, index) -> str | None:
         rows, n = x.shape
+        if index is not None:
+            if not rows:
+                return "there are no rows"
+            rows = len(index)
         step = GROUP if x.dtype in CODES else _columns(x)
         if scale is None and x.dtype == jnp.float32:
             return "without a scale it takes no float32"
@@ -84,25 +99,32 @@ class _GroupedTranspose(operations.Operation):
             return f"it takes {least}, got {rows} of {n}"
         return None
 
-    def reference(self, x, group_sizes, scale) -> Array:
-        padded = pad_groups(x, group_sizes)
+    def reference(self, x, group_sizes, scale, index) -> Array:
+        rows = x if index is None else _rows_at(x, index)
+        padded = pad_groups(rows, group_sizes)
         if scale is not None:
             padded = encode(normal(padded.astype(jnp.float32)), scale, self.dtype)
         return lax.optimization_barrier(padded).T
 
-    def axes(self, x, group_sizes, scale) -> tuple:
-        return (Axes("_ n"), Axes("_"), WHOLE), Axes("n _")
+    def axes(self, x, group_sizes, scale, index) -> tuple:
+        of_index = None if index is None else Axes("_")
+        return (Axes("_ n"), Axes("_"), WHOLE, of_index), Axes("n _")
 
-    def kernel(self, x, group_sizes, scale) -> Array:
+    def kernel(self, x, group_sizes, scale, index) -> Array:
         dtype, stored = self.dtype, x
         if scale is None:  # The kernel moves bits, so that it does not change NaNs.
             dtype = jnp.uint8 if x.dtype in CODES else jnp.uint16
             stored = lax.bitcast_convert_type(x, dtype)
+        at = blocks(group_sizes, len(x if index is None else index))
+        if index is not None:
+            # The kernel copies 128 rows of each block, also those that it masks.
+            index = jnp.pad(jnp.clip(index, 0, len(x) - 1), (0, BLOCK))
+            at = at._replace(index=index)
         (out,) = elementwise.run(
             numbers if scale is not None else as_stored,
             (stored[:, None],),
             scale,
-            blocks=blocks(group_sizes, len(x)),
+            blocks=at,
             name=self.name,
             encoding=Encoding(transposed=dtype),
             tuning=Tuning(columns=_columns(x)),
@@ -111,6 +133,13 @@ class _GroupedTranspose(operations.Operation):
         if scale is None:
             transposed = lax.bitcast_convert_type(transposed, self.dtype)
         return transposed
+
+
+def _rows_at(
+    x: Float[Array, "_ n"], index: Int[Array, " rows"]
+) -> Float[Array, "rows n"]:
+    """Returns rows of `x`, and zeros for indices that it does not have."""
+    return jnp.asarray(x).at[index].get(mode="fill", fill_value=0)
 
 
 def _columns(x: Array) -> int:

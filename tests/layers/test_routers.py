@@ -1,0 +1,72 @@
+"""Tests of logits that routers compute from a norm's input, and of their gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.models import normal
+
+from coat_jax.layers.experts.routing import logits_gradient, normed_logits
+from coat_jax.layers.parts import Norm
+
+TOKENS, HIDDEN, EXPERTS = 32, 256, 8
+CASES = [
+    # Kind of norm, dtype of the input, dtype of parameters, and largest error.
+    ("rms", jnp.bfloat16, jnp.bfloat16, 2e-6),
+    ("rms", jnp.bfloat16, jnp.float32, 1e-5),
+    ("rms", jnp.float32, jnp.float32, 2e-5),
+    ("layer", jnp.bfloat16, jnp.bfloat16, 2e-5),
+]
+
+
+def arrays(dtype, of_params):
+    # Inputs have a mean, and one token is much larger than the others.
+    x = (1 + normal(0, TOKENS, HIDDEN)).at[3].multiply(1e4)
+    weight = 1 + normal(1, HIDDEN, scale=0.2)
+    router = normal(2, EXPERTS, HIDDEN, scale=0.1)
+    return x.astype(dtype), weight.astype(of_params), router.astype(of_params)
+
+
+def normed(kind, x, weight):
+    """Computes a norm in float64."""
+    x, weight = (np.asarray(v, np.float64) for v in (x, weight))
+    x = x - x.mean(1, keepdims=True) if kind == "layer" else x
+    return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + 1e-6) * weight
+
+
+@pytest.mark.parametrize(("kind", "dtype", "of_params", "error"), CASES)
+def test_logits_are_those_of_float64(kind, dtype, of_params, error):
+    x, weight, router = arrays(dtype, of_params)
+    norm = Norm(kind=kind, eps=1e-6)
+    logits = jax.jit(normed_logits, static_argnums=0)(norm, x, weight, router)
+    expected = normed(kind, x, weight) @ np.asarray(router, np.float64).T
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, atol=error * np.abs(expected).max())
+
+
+def test_a_norm_may_have_no_weight():
+    x, weight, router = arrays(jnp.bfloat16, jnp.float32)
+    norm = Norm(kind="rms", eps=1e-6)
+    one = normed_logits(norm, x, jnp.ones_like(weight), router)
+    np.testing.assert_allclose(normed_logits(norm, x, None, router), one, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_gradients_are_those_of_float64(kind):
+    x, weight, router = arrays(jnp.float32, jnp.float32)
+    dlogits = normal(3, TOKENS, EXPERTS)
+    norm = Norm(kind=kind, eps=1e-6)
+    compute = jax.jit(logits_gradient, static_argnums=0)
+    dh, d_router = compute(norm, x, weight, router, dlogits)
+    wide = np.asarray(dlogits, np.float64)
+    expected = wide @ np.asarray(router, np.float64), wide.T @ normed(kind, x, weight)
+    for a, b in zip((dh, d_router), expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
+def test_the_input_of_an_rms_norm_is_read_in_its_dtype():
+    x, weight, router = arrays(jnp.bfloat16, jnp.bfloat16)
+    norm = Norm(kind="rms", eps=1e-6)
+    program = jax.make_jaxpr(lambda *v: normed_logits(norm, *v))(x, weight, router)
+    (dot,) = (e for e in program.eqns if e.primitive.name == "dot_general")
+    assert dot.invars[0] is program.jaxpr.invars[0]

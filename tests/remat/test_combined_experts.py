@@ -1,0 +1,327 @@
+"""Tests of weighted sums of each token's rows, after experts that users write."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.gradients import fake
+from helpers.marks import slow
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import coat_jax as coat
+from coat_jax.fusion.experts import fuse_experts
+from coat_jax.fusion.gathers import gathers
+
+TOKENS, CHOICES, EXPERTS, HIDDEN, INNER = 24, 3, 4, 32, 32
+ROWS = TOKENS * CHOICES
+SIZES = {"uneven": (40, 5, 0, 27), "rows of none": (7, 0, 31, 8)}
+
+
+def arguments(sizes="uneven", dtype=jnp.float32):
+    """Returns parameters, tokens, weights of choices, experts and sizes of groups."""
+    rng = np.random.default_rng(1)
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(scale * rng.standard_normal(shape), dtype)
+
+    counts = *SIZES[sizes], ROWS - sum(SIZES[sizes])
+    ids = jnp.asarray(rng.permutation(np.repeat(np.arange(EXPERTS + 1), counts)))
+    params = {
+        "gate_up": normal(EXPERTS, HIDDEN, 2 * INNER, scale=0.2),
+        "down": normal(EXPERTS, INNER, HIDDEN, scale=0.2),
+    }
+    # Weights may be zero or negative.
+    weights = normal(TOKENS, CHOICES).at[3, 1].set(0)
+    return params, normal(TOKENS, HIDDEN), weights, ids, jnp.asarray(SIZES[sizes])
+
+
+def layer(sums, params, x, weights, ids, sizes, dot=coat.fp8_ragged_dot):
+    """Applies experts to tokens; `sums` takes rows, their places and the weights."""
+    order = jnp.argsort(ids)
+    y = dot(x[order // CHOICES], params["gate_up"], sizes)
+    gate, up = jnp.split(y, 2, axis=-1)
+    y = dot(jax.nn.silu(gate) * up, params["down"], sizes)
+    return sums(y, jnp.argsort(order), weights)
+
+
+def plain(y, places, weights):
+    y = y[places].reshape(TOKENS, CHOICES, -1)
+    return jnp.sum(y * weights[..., None], axis=1)
+
+
+def of_tokens(y, places, weights):
+    return jnp.sum(weights[:, :, None] * y[places.reshape(TOKENS, CHOICES)], axis=1)
+
+
+def in_bfloat16(y, places, weights):
+    y = y[places].astype(jnp.bfloat16).reshape(TOKENS, CHOICES, -1)
+    return jnp.sum(y * weights[..., None].astype(jnp.bfloat16), axis=1)
+
+
+def spread(y, places, weights):
+    y = y[places].reshape(TOKENS, CHOICES, -1)
+    return jnp.sum(y * jnp.broadcast_to(weights[..., None], y.shape), axis=1)
+
+
+def reversed_rows(y, places, weights):
+    """Gathers rows by another permutation than the one that sorts tokens."""
+    return plain(y, places[::-1], weights)
+
+
+def cast_before(y, places, weights):
+    return plain(y.astype(jnp.bfloat16), places, weights)
+
+
+def of_rows(y, places, weights):
+    y = y[places] * weights.reshape(-1)[:, None]
+    return jnp.sum(y.reshape(TOKENS, CHOICES, -1), axis=1)
+
+
+def contracted(y, places, weights):
+    y = y[places].reshape(TOKENS, CHOICES, -1)
+    return jnp.einsum("tkn,tk->tn", y, weights)
+
+
+def weights_contracted(y, places, weights):
+    y = y[places].reshape(TOKENS, CHOICES, -1)
+    return jnp.einsum("tk,tkn->tn", weights, y)
+
+
+FORMS = (
+    plain, of_tokens, in_bfloat16, spread, reversed_rows, of_rows, contracted,
+    weights_contracted, cast_before,
+)  # fmt: skip
+
+
+def names_of(sums, *args):
+    program = jax.make_jaxpr(functools.partial(layer, sums))(*args).jaxpr
+    return [e.primitive.name for e in fuse_experts(gathers(program, (), ())).eqns]
+
+
+@pytest.mark.parametrize("sums", FORMS, ids=lambda fn: fn.__name__)
+def test_forms_are_one_operation(sums):
+    names = names_of(sums, *arguments())
+    assert names.count("fused_matmul") == 1
+    assert not {"gather_rows", "fp8_ragged_dot"}.intersection(names)
+
+
+def weights_of_columns(y, places, weights):
+    factor = jnp.resize(weights, HIDDEN)
+    return jnp.sum(y[places].reshape(TOKENS, CHOICES, -1) * factor, axis=1)
+
+
+def weights_of_elements(y, places, weights):
+    y = y[places].reshape(TOKENS, CHOICES, -1)
+    return jnp.sum(y * jnp.resize(weights, y.shape), axis=1)
+
+
+def weights_of_choices(y, places, weights):
+    return jnp.sum(y[places].reshape(TOKENS, CHOICES, -1) * weights[:1, :, None], 1)
+
+
+def over_tokens(y, places, weights):
+    return jnp.sum(y[places].reshape(TOKENS, CHOICES, -1) * weights[..., None], axis=0)
+
+
+def over_columns(y, places, weights):
+    return jnp.sum(y[places].reshape(TOKENS, CHOICES, -1) * weights[..., None], axis=2)
+
+
+def of_half_rows(y, places, weights):
+    halves = jnp.repeat(weights.reshape(-1), 2).reshape(TOKENS, -1, 1)
+    return jnp.sum(y[places].reshape(TOKENS, 2 * CHOICES, -1) * halves, axis=1)
+
+
+def of_repeated_rows(y, places, weights):
+    return plain(y, places // 2 * 2, weights)
+
+
+def read_twice(y, places, weights):
+    return plain(y, places, weights), jnp.sum(y)
+
+
+def read_products(y, places, weights):
+    y = y[places].reshape(TOKENS, CHOICES, -1) * weights[..., None]
+    return jnp.sum(y, axis=1), jnp.max(y)
+
+
+def squared(y, places, weights):
+    return plain(y * y, places, weights)
+
+
+def squared_products(y, places, weights):
+    y = y[places].reshape(TOKENS, CHOICES, -1)
+    return jnp.sum(y * y, axis=1) * weights[:, :1]
+
+
+def biased(y, places, weights):
+    y = y[places].reshape(TOKENS, CHOICES, -1) + 0.5
+    return jnp.sum(y * weights[..., None], axis=1)
+
+
+def named(y, places, weights):
+    return plain(checkpoint_name(y, "rows"), places, weights)
+
+
+def without_weights(y, places, weights):
+    del weights
+    return jnp.sum(y[places].reshape(TOKENS, CHOICES, -1), axis=1)
+
+
+def largest(y, places, weights):
+    return jnp.max(y[places].reshape(TOKENS, CHOICES, -1) * weights[..., None], axis=1)
+
+
+def in_half_precision(y, places, weights):
+    return plain(y.astype(jnp.float16), places, weights)
+
+
+def in_columns(y, places, weights):
+    y = y[places].reshape((TOKENS, CHOICES, -1), order="F")
+    return jnp.sum(y * weights[..., None], axis=1)
+
+
+def contracted_over_tokens(y, places, weights):
+    y = y[places].reshape(TOKENS, CHOICES, -1)
+    return jnp.einsum("tkn,tk->kn", y, weights)
+
+
+def contracted_over_columns(y, places, weights):
+    y = y[places].reshape(TOKENS, CHOICES, -1)
+    factor = jnp.resize(weights, (TOKENS, HIDDEN))
+    return jnp.einsum("tkn,tn->tk", y, factor), jnp.sum(factor)
+
+
+def weighted_before(y, places, weights):
+    """Multiplies rows in another order than weights are in."""
+    return jnp.sum((y * weights.reshape(-1, 1))[places].reshape(TOKENS, CHOICES, -1), 1)
+
+
+def gathered_by_halves(y, places, weights):
+    """Gathers halves of rows as if they were rows."""
+    halves = y.reshape(2 * ROWS, -1)
+    at = jnp.concatenate([places, places])
+    rows = halves[jnp.argsort(at)].reshape(ROWS, -1)
+    return jnp.sum((rows * weights.reshape(-1, 1)).reshape(TOKENS, CHOICES, -1), axis=1)
+
+
+MISSES = (
+    gathered_by_halves,
+    contracted_over_tokens, contracted_over_columns, weighted_before,
+    weights_of_columns, weights_of_elements, weights_of_choices, over_tokens,
+    over_columns, of_half_rows, of_repeated_rows, read_twice, read_products, squared,
+    squared_products, biased, named, without_weights, largest, in_half_precision,
+    in_columns,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sums", MISSES, ids=lambda fn: fn.__name__)
+def test_near_misses_stay(sums):
+    names = names_of(sums, *arguments())
+    assert names.count("fused_matmul") == 1
+    # The operations after the matmuls are the user's.
+    assert not {"reduce_sum", "reduce_max", "dot_general"}.isdisjoint(names)
+    assert not {"gather_rows", "gather"}.isdisjoint(names)
+
+
+def by_numpy(params, x, weights, ids, sizes):
+    """Computes the layer with operands rounded to E4M3, and sums in float64."""
+    gate_up, down = (
+        np.swapaxes(fake(np.swapaxes(np.asarray(w), 1, 2), w.shape[1]), 1, 2)
+        for w in (params["gate_up"], params["down"])
+    )
+    order, ends = np.argsort(np.asarray(ids), kind="stable"), np.cumsum(sizes)
+    tokens = fake(np.asarray(x), HIDDEN).astype(float)
+    factors = np.asarray(weights, float).reshape(-1)
+    total = np.zeros((TOKENS, HIDDEN))
+    for row, choice in enumerate(order[: ends[-1]]):
+        expert, token = int(np.searchsorted(ends, row, side="right")), choice // CHOICES
+        gate, up = np.split((tokens[token] @ gate_up[expert]).astype(np.float32), 2)
+        a = gate / (1 + np.exp(-gate)) * up
+        scale = np.max(np.abs(a)) / np.float32(448)
+        codes = (a / scale).astype(ml_dtypes.float8_e4m3fn).astype(float)
+        total[token] += codes * scale * factors[choice] @ down[expert]
+    return total
+
+
+@pytest.mark.parametrize(
+    ("sums", "sizes"),
+    [(plain, "uneven"), (contracted, "rows of none"), slow(of_rows, "uneven")],
+)
+def test_values_are_numpys(sums, sizes):
+    args = arguments(sizes)
+    run = jax.jit(coat.fp8_remat(functools.partial(layer, sums)))
+    expected = by_numpy(*args)
+    # A code of the gate's output may be its neighbor, by the last bit of a sum.
+    error = np.linalg.norm(run(*args) - expected)
+    assert error <= 2e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("sums", "sizes"),
+    [(plain, "uneven"), slow(reversed_rows, "rows of none")],
+)
+def test_gradients_are_near_exact_ones(sums, sizes):
+    params, x, weights, *further = arguments(sizes)
+
+    def grads(dot, wrap):
+        run = wrap(functools.partial(layer, sums, dot=dot))
+
+        def loss(*arrays):
+            return jnp.sum(run(*arrays, *further) * dy)
+
+        return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1, 2)))(params, x, weights))
+
+    dy = jnp.asarray(np.random.default_rng(2).standard_normal(x.shape), x.dtype)
+
+    exact = functools.partial(lax.ragged_dot, precision="highest")
+    expected = grads(exact, lambda fn: fn)
+    for a, b in zip(grads(coat.fp8_ragged_dot, coat.fp8_remat), expected, strict=True):
+        # Operands are rounded to 3 bits and gradients to 2, each matmul anew.
+        assert 0 < np.linalg.norm(a - b) < 0.12 * np.linalg.norm(b)
+
+
+def test_choices_of_no_group_have_no_gradient():
+    params, x, weights, *further = arguments("rows of none")
+
+    ids, sizes = further
+    of_none = (ids == EXPERTS).reshape(TOKENS, CHOICES)
+    assert 0 < of_none.sum() < of_none.size
+    run = coat.fp8_remat(functools.partial(layer, plain))
+
+    @jax.jit
+    def gradient(weights, dy):
+        return jax.vjp(lambda w: run(params, x, w, ids, sizes), weights)[1](dy)
+
+    # NaN in the gradient of tokens without a group does not spoil the others.
+    dy = jnp.where(of_none.all(axis=1)[:, None], jnp.nan, jnp.ones((TOKENS, HIDDEN)))
+    (grad,) = gradient(weights, dy)
+    np.testing.assert_array_equal(grad[of_none], 0)
+    assert np.isfinite(grad).all()
+    assert np.any(grad[~of_none])
+
+
+def test_rows_of_experts_are_not_saved():
+    args = arguments(dtype=jnp.bfloat16)
+    run = coat.fp8_remat(functools.partial(layer, plain))
+    report = coat.residual_report(run, *args)
+    saved = sum(row.nbytes for row in report.rows if not row.is_argument)
+    # Rows have gate and up in groups of 16, the largest scale of the gate, and three
+    # indices, with 128 rows of padding. Codes of tokens and the list of tiles follow.
+    rows = (ROWS + 128) * (2 * INNER * 18 // 16 + 4) + 12 * ROWS
+    assert saved <= rows + TOKENS * HIDDEN + 4096
+    # Weights are saved exactly, as bits.
+    (of_weights,) = (
+        line for line in str(report).splitlines() if "weights of choices" in line
+    )
+    assert f"uint16[{TOKENS},{CHOICES}]" in of_weights
+    # Without the rule they are, in as many bytes as codes of rows take.
+    unfused = coat.residual_report(
+        coat.fp8_remat(functools.partial(layer, read_products)), *args
+    )
+    wide = sum(row.nbytes for row in unfused.rows if not row.is_argument)
+    assert wide - saved >= ROWS * HIDDEN
