@@ -9,9 +9,8 @@ import jax
 import numpy as np
 
 from experiments.pretrain import program as pretrain
-from experiments.training import runs
+from experiments.training import job, runs
 from experiments.training.settings import PRESETS, Settings, model_config
-from experiments.training.trainer import Trainer
 
 
 def tiny(**changes) -> Settings:
@@ -49,7 +48,7 @@ def final_state(folder, recipe, trainer=None):
     run = runs.Run.resume(folder, {})
     if trainer is None:
         config = model_config(run.settings, recipe, 257)
-        trainer = Trainer(config, run.settings, steps=run.steps)
+        trainer = job.Trainer(config, run.settings, steps=run.schedule_steps)
     with run.checkpoints(recipe) as checkpoints:
         assert checkpoints.progress().step == run.steps
         return checkpoints.state(trainer.abstract_state())
