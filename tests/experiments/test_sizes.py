@@ -4,7 +4,7 @@ import json
 
 import jax
 import pytest
-from helpers.main_job import write_letters
+from helpers.main_job import untrained, write_letters
 
 from experiments.finetune import settings as finetuning
 from experiments.pretrain import program as pretrain
@@ -70,8 +70,7 @@ _ONE_LAYER = ["--preset", "tiny", "--layers", "1", "--recipes", "bf16", "--steps
 @pytest.fixture
 def run(tmp_path):
     """The folder of a run with one layer, which has not trained yet."""
-    settings = arguments.parse([*_ONE_LAYER, "--out", "x"]).settings()
-    return runs.Run.create(tmp_path / "run", settings, "data").folder
+    return untrained(tmp_path / "run", layers=1, recipes=("bf16",))
 
 
 @pytest.mark.slow

@@ -17,6 +17,11 @@ def tiny(**changes) -> Settings:
     return dataclasses.replace(PRESETS["tiny"].settings, **changes)
 
 
+def untrained(folder: Path, **changes) -> Path:
+    """Returns the folder of a run that has trained no step."""
+    return runs.Run.create(folder, tiny(**changes), "data").folder
+
+
 def write_letters(path: Path, count=20_000) -> Path:
     """Writes a text of random letters, and returns its path."""
     path.write_bytes(np.random.default_rng(0).integers(97, 123, count, np.uint8))
