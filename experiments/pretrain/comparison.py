@@ -1,6 +1,6 @@
 """Tables and a figure of trainings, next to the paper's table 3 and poster.
 
-Rows are those of a results file of `experiments.pretrain.compare`.
+Rows come from a results file of `experiments.pretrain.compare`.
 """
 
 import math
@@ -86,7 +86,7 @@ def accuracies() -> Table:
 def days(results: Mapping[str, Any]) -> Table:
     """Returns a table of the days that the poster's training takes on one device.
 
-    The results are those of `experiments.bench.e2e`, which times steps of a 7B model.
+    The results come from `experiments.bench.e2e`, which times steps of a 7B model.
     """
     device, tokens = results["device"]["name"], POSTER_TOKENS
     title = f"A 7B model on {tokens / 1e9:.0f} billion tokens"
