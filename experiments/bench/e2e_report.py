@@ -1,8 +1,8 @@
 """Tables and the figure of whole training steps, next to the paper's.
 
-The paper's are its table 7 and figure 1. Measured rows come from `bench_e2e`, or by kind
-of GPU from `by_kind`. Predicted rows come from `estimate`, and from `estimate_table_7`
-for the paper's GPUs and for one to eight.
+The paper's are its table 7 and figure 1. Measured rows come from `bench_e2e`, or by
+kind of GPU from `by_kind`. Predicted rows come from `estimate`, and for the paper's
+GPUs and for one to eight from `estimate_table_7`.
 """
 
 import itertools
