@@ -170,11 +170,6 @@ def _rows(layer: int, studies: Mapping[str, _Measured]) -> list[Row]:
 def mean_error(rows: list[Row], study: str, **names: str) -> float:
     """Returns the root mean square of the errors of the rows with these names.
 
-    Args:
-      rows: Rows of `layer_rows`.
-      study: The study of the rows.
-      **names: Keys and values that the rows must have.
-
     Raises:
       ValueError: If there is no such row.
     """

@@ -31,6 +31,7 @@ import coat_jax as coat
 from experiments.bench import foreign
 from experiments.common import sm90
 from experiments.common.layer_cases import Shape
+from experiments.common.meshes import placed
 from experiments.common.timing import OPTIONS
 from pallas_kernels.dispatch import devices
 
@@ -148,7 +149,7 @@ def step(
     x = jax.ShapeDtypeStruct((mesh.size * x.shape[0], *x.shape[1:]), x.dtype)
     arrays = (params, state, x)
     split = (shardings, states, NamedSharding(mesh, P("fsdp")))
-    return update, jax.tree.map(_placed, arrays, split)
+    return update, placed(arrays, split)
 
 
 def _split(mesh: Mesh, x: Any) -> NamedSharding:
@@ -157,10 +158,6 @@ def _split(mesh: Mesh, x: Any) -> NamedSharding:
     if x.ndim > 1:
         spec[int(np.argmax(x.shape))] = "fsdp"
     return NamedSharding(mesh, P(*spec))
-
-
-def _placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def traces(shape: Shape) -> dict[str, Any]:

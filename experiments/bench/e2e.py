@@ -263,6 +263,12 @@ def _ran(row: Row) -> bool:
     return "tokens_per_s" in row
 
 
+def _best(rows: list[Row], gpus: int, cases: Sequence[str]) -> float:
+    """Returns the most tokens per second and GPU of cases on so many GPUs, or 0."""
+    of_cases = [r for r in rows if r["case"] in cases and _gpus(r) == gpus and _ran(r)]
+    return max(map(_rate, of_cases), default=0.0)
+
+
 def bars(rows: list[Row], gpu: str = "") -> list[Bar]:
     """Returns the targets for the models and cases that were measured.
 
@@ -297,10 +303,7 @@ def _bars_of_one(rows: list[Row]) -> list[Bar]:
         speed = coat["tokens_per_s"] / bf16["tokens_per_s"]
         targets.append(Bar.of("coat, batch 2: peak / BF16's", "<=", 0.5, peak))
         targets.append(Bar.of("coat, batch 2: tokens/s / BF16's", ">=", 1.7, speed))
-    best = max((at[k]["tokens_per_s"] for k in at if k[0] == "coat"), default=None)
-    plain = max(
-        (at[k]["tokens_per_s"] for k in at if k[0] in PLAIN_CASES), default=None
-    )
+    best, plain = _best(rows, 1, ("coat",)), _best(rows, 1, PLAIN_CASES)
     if best:
         targets.append(Bar.of("coat, its best, tokens/s", ">=", 20_000, best))
     if best and plain:
@@ -313,7 +316,7 @@ def _bars_of_two(rows: list[Row]) -> list[Bar]:
     """Compares the cases that were measured on two GPUs with their targets."""
     plain = {_key(row): row for row in rows if "peak_gib" in row}
     rows = [row for row in rows if _gpus(row) == 2 and _ran(row)]
-    best = max((_rate(row) for row in rows if row["case"] in PLAIN_CASES), default=None)
+    best = _best(rows, 2, PLAIN_CASES)
     coat = [row for row in rows if row["case"] == "coat"]
     targets = _beside_one(coat, "two GPUs", 0.94)
     if best and coat:
@@ -341,8 +344,7 @@ def _beside_one(coat: list[Row], where: str, target: float) -> list[Bar]:
 
 def _best_of_two(rows: list[Row]) -> list[Bar]:
     """Returns the target for the best batch on two GPUs, relative to one GPU."""
-    coat = [row for row in rows if row["case"] == "coat" and _ran(row)]
-    best = [max((_rate(r) for r in coat if _gpus(r) == n), default=0) for n in (1, 2)]
+    best = [_best(rows, gpus, ("coat",)) for gpus in (1, 2)]
     if not all(best):
         return []
     name = "two GPUs, coat, its best batch: tokens/s a GPU / one's with its best"

@@ -1,7 +1,8 @@
 """Tables and the figure of whole training steps, next to the paper's.
 
-The paper's are its table 7 and figure 1. Rows come from `experiments.bench.e2e`,
-`experiments.estimate.measured` and `experiments.estimate.table_7`.
+The paper's are its table 7 and figure 1. Measured rows come from `bench_e2e`, or by
+kind of GPU from `by_kind`. Predicted rows come from `estimate`, and for the paper's
+GPUs and for one to eight from `estimate_table_7`.
 """
 
 import itertools
@@ -27,6 +28,7 @@ _BATCH = 2
 # The number of GPUs of the paper's row that a single H200 with 141 GB is compared to.
 _PAPER_GPUS = 4
 _MIB_PER_GIB = 1024
+_PARTS = ("optimizer", "saved", "the rest", "peak")
 # The panels of the figure of speeds.
 _SCALED = (
     ("H100", ModelSize()),
@@ -53,22 +55,9 @@ _LOOKS = LOOKS | {"rest": LOOKS["workspace"], "unprinted": Look("#5f6b7d", "xx")
 
 
 def memory(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
-    """Returns the measured memory of the 7B model, with the prediction, by recipe.
-
-    Args:
-      measured: The rows of `bench_e2e`.
-      predicted: The rows of `estimate`.
-    """
-    result = new_table(
-        f"{_MODEL}, batch {_BATCH} a GPU, GiB; the paper's in GB",
-        "",
-        "optimizer",
-        "saved",
-        "the rest",
-        "peak",
-        "predicted peak",
-        "error",
-    )
+    """Returns the measured memory of the 7B model, with the prediction, by recipe."""
+    title = f"{_MODEL}, batch {_BATCH} a GPU, GiB; the paper's in GB"
+    result = new_table(title, "", *_PARTS, "predicted peak", "error")
     peaks = {(r["case"], r["batch"]): r for r in predicted if r["of"] == "bench_e2e"}
     paper = TABLE_7[_MODEL, _PAPER_GPUS, _BATCH]
     for row in measured:
@@ -96,11 +85,7 @@ def _parts(optimizer: float, saved: float, peak: float) -> list[str]:
 
 
 def speed(measured: Sequence[Row]) -> Table:
-    """Returns the measured tokens per second by case and batch.
-
-    Args:
-      measured: The rows of `bench_e2e`.
-    """
+    """Returns the measured tokens per second by case and batch."""
     columns = (
         Column("", "case"),
         Column("batch", "batch"),
@@ -117,12 +102,7 @@ def by_kind() -> dict[str, list[Row]]:
 
 
 def several(measured: Mapping[str, Sequence[Row]], predicted: Sequence[Row]) -> Table:
-    """Returns the measured steps of whole models on one to four GPUs.
-
-    Args:
-      measured: What `by_kind` returns.
-      predicted: The rows of `estimate`.
-    """
+    """Returns the measured steps of whole models on one to four GPUs."""
     peaks = {(r["of"], *_place(r["model"], r)): r for r in predicted}
     rows = []
     for kind, row in ((kind, row) for kind, rows in measured.items() for row in rows):
@@ -171,9 +151,6 @@ def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
     There is a panel for each model and kind of GPU of `_SCALED`. Points show the
     fastest batch that was measured, with its size as a label. Next to them are points
     of the paper, or points that others have published.
-
-    Args:
-      measured: What `by_kind` returns.
     """
     size = (4.2 * len(_SCALED), 4)
     figure = Figure(figsize=size, layout="constrained", dpi=150)
@@ -244,15 +221,8 @@ def _line(rates: dict[int, float]) -> tuple[list[int], list[float]]:
 
 def paper_speed() -> Table:
     """Returns the paper's tokens per second of a GPU at the largest batch."""
-    result = new_table(
-        "The paper's, on H100s of 80 GB",
-        "",
-        "GPUs",
-        "recipe",
-        "largest batch a GPU",
-        "tokens/s a GPU",
-        "x bf16",
-    )
+    heads = ("GPUs", "recipe", "largest batch a GPU", "tokens/s a GPU", "x bf16")
+    result = new_table("The paper's, on H100s of 80 GB", "", *heads)
     for (model, gpus, _), by_recipe in TABLE_7.items():
         bf16 = by_recipe["bf16"]
         for recipe, values in by_recipe.items():
@@ -267,26 +237,13 @@ def paper_speed() -> Table:
 
 
 def of_the_paper(predicted: Sequence[Row]) -> Table:
-    """Returns predictions for the paper's GPUs and batches, above the paper's figures.
-
-    Args:
-      predicted: The rows of `estimate_table_7`.
-    """
-    result = new_table(
-        "Predicted, GiB a GPU; the paper's below, GB",
-        "",
-        "recipe",
-        "optimizer",
-        "saved",
-        "the rest",
-        "peak",
-        "largest batch a GPU",
-    )
+    """Returns predictions for the paper's GPUs and batches, above the paper's own."""
+    title = "Predicted, GiB a GPU; the paper's below, GB"
+    result = new_table(title, "", "recipe", *_PARTS, "largest batch a GPU")
     rows = [row for row in predicted if row["study"] == "paper"]
     for key, group in itertools.groupby(rows, _setting):
         model, gpus, batch = key
-        where = f"{gpus} GPU{'s' * (gpus > 1)}"
-        title = f"{model}, {where}, batch {batch}"
+        title = f"{model}, {gpus} GPU{'s' * (gpus > 1)}, batch {batch}"
         for row in group:
             sizes = (row["optimizer_gib"], row["all_saved_gib"], row["peak_gib"])
             most = str(row["largest_batch"] // gpus or "none")
@@ -317,21 +274,13 @@ def of_gpus(predicted: Sequence[Row]) -> Table:
     """Returns the predicted largest batch of a GPU by recipe, on one to eight GPUs.
 
     Each cell has a batch for every size of a GPU's memory.
-
-    Args:
-      predicted: The rows of `estimate_table_7`.
     """
     rows = [row for row in predicted if row["study"] == "gpus"]
     memories = sorted({row["gpu_memory_gib"] for row in rows})
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-    result = new_table(
-        "Predicted: the largest batch of a GPU that has "
-        + " / ".join(f"{memory} GB" for memory in memories),
-        "",
-        "sequence",
-        "GPUs",
-        *recipes,
-    )
+    sizes = " / ".join(f"{memory} GB" for memory in memories)
+    title = f"Predicted: the largest batch of a GPU that has {sizes}"
+    result = new_table(title, "", "sequence", "GPUs", *recipes)
     most: dict[tuple[str, int, int], dict[str, list[str]]] = {}
     for row in sorted(rows, key=lambda row: row["gpu_memory_gib"]):
         key = row["model"], row["sequence"], row["gpus"]
@@ -368,9 +317,8 @@ def draw_shares(predicted: Sequence[Row], model: str = "Llama-2-13B") -> Figure:
         title = f"{model}, {gpus} GPUs, batch {batch} a GPU"
         axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel("memory of a GPU at the peak of a step, GiB (the paper's: GB)")
-    handles, names = axes.get_legend_handles_labels()
-    style = {"ncols": 3, "frameon": False, "fontsize": 8}
-    figure.legend(handles, names, loc="outside lower center", **style)
+    style = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 8}
+    figure.legend(*axes.get_legend_handles_labels(), **style)
     return figure
 
 

@@ -112,32 +112,22 @@ class ModelSize:
         Sizes of a preset with experts are taken to be this preset's. `buffer` is for
         them; see `Spread`.
         """
-        split: dict[str, Any] = {}
+        how: dict[str, Any] = {"recipe": case.recipe, "scaling": case.scaling}
+        how |= {"num_layers": self.layers, "param_dtype": jnp.bfloat16}
         if mesh is not None:
             context = meshes.context_of(mesh)
-            split = {"batch_axes": meshes.BATCH_AXES, "context": context}
+            how |= {"batch_axes": meshes.BATCH_AXES, "context": context}
         preset = llama.CONFIGS.get(self.preset or "")
         if preset is not None and preset.experts is not None:
-            return dataclasses.replace(
-                preset,
-                experts=dataclasses.replace(preset.experts, buffer=buffer),
-                num_layers=self.layers,
-                param_dtype=jnp.bfloat16,
-                recipe=case.recipe,
-                scaling=case.scaling,
-                **split,
-            )
+            experts = dataclasses.replace(preset.experts, buffer=buffer)
+            return dataclasses.replace(preset, experts=experts, **how)
         return llama.LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
-            num_layers=self.layers,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
-            param_dtype=jnp.bfloat16,
-            recipe=case.recipe,
-            scaling=case.scaling,
-            **split,
+            **how,
         )
 
 
@@ -219,12 +209,7 @@ def loss_function(
 def _abstract(
     config: llama.LlamaConfig, wrap: Callable[[Apply, bool], Apply]
 ) -> tuple[nnx.GraphDef, LayerState]:
-    """Returns the graph and the abstract state of a model with wrapped layers.
-
-    Args:
-      config: The configuration of the model.
-      wrap: The wrapper of the layers, as in `LayerCase`.
-    """
+    """Returns the graph and the abstract state of a model with wrapped layers."""
 
     def build():
         model = llama.Llama(config, rngs=nnx.Rngs(0))
@@ -345,7 +330,7 @@ def measure(
     *of_state, of_histories = meshes.state_shardings(tx, *carry[0], histories, mesh)
     placements = tuple(of_state), of_histories
     batch_there = meshes.whole(None) if mesh is None else meshes.batch_sharding(mesh)
-    abstract = jax.tree.map(_placed, carry, placements)
+    abstract = meshes.placed(carry, placements)
     shape = groups * batch, model.seq + 1
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_there)
     (placed_params, _), placed_histories = abstract
@@ -395,10 +380,6 @@ def step_of(case: str, loss: Callable) -> tuple[optax.GradientTransformation, Ca
         return (tuple(state), histories), value
 
     return tx, step if recipe == case else released
-
-
-def _placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _timed(compiled, carry: Any, tokens: Int32[Array, "b s+1"], steps: int) -> Row:

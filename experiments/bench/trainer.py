@@ -14,6 +14,7 @@ case runs in a process of its own, because the peak of memory is the process's.
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -40,6 +41,8 @@ from experiments.common.tables import grouped
 
 CASES = ("bf16", "bf16, all saved", "ours")
 TRAINERS = ("flax", "tunix")
+_SIZES = ("trainer", "hidden", "layers", "intermediate", "kv_heads", "vocab", "batch")
+_SIZES += ("seq",)
 _WIDE, _SPEED, _SPEED_WIDE, _PEAK = 4096, 1.2, 1.35, 0.55
 # On two GPUs: times BF16, and a GPU's share of the tokens/s of one.
 _SPEED_OF_TWO, _SHARE_OF_TWO = 1.47, 0.92
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.case is not None:
         print(json.dumps(measured(args)))
         return
-    rows = []
+    rows, sizes = [], {name: getattr(args, name) for name in _SIZES}
     for gpus, case in itertools.product(args.gpus or [None], CASES):
         same = sys.argv[1:] if argv is None else list(argv)
         command = [sys.executable, "-m", "experiments.bench.trainer", *same]
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if run.returncode:  # It does not fit, for one.
             failed = {"case": case, "gpus": gpus, "error": "see the log"}
-            rows.append(_sizes(args) | failed)
+            rows.append(sizes | failed)
         else:
             rows.append(json.loads(run.stdout.splitlines()[-1]))
         print(rows[-1], flush=True)
@@ -109,7 +112,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     loss = float(losses[-1])  # Waits for all steps.
     seconds = (time.perf_counter() - start) / args.steps
     stats = jax.local_devices()[0].memory_stats() or {}
-    return _sizes(args) | {
+    return {name: getattr(args, name) for name in _SIZES} | {
         "case": args.case,
         "gpus": gpus,
         "ms_per_step": 1e3 * seconds,
@@ -170,20 +173,6 @@ def _adamw(rate: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: adam.init(wide(params)), update)
 
 
-def _sizes(args: argparse.Namespace) -> dict[str, Any]:
-    names = [
-        "trainer",
-        "hidden",
-        "layers",
-        "intermediate",
-        "kv_heads",
-        "vocab",
-        "batch",
-        "seq",
-    ]
-    return {name: getattr(args, name) for name in names}
-
-
 def _path(args: argparse.Namespace) -> Path:
     split = "_gpus" if args.gpus else ""
     return default_path("bench_trainer", f"{args.trainer}_{args.hidden}{split}")
@@ -198,22 +187,11 @@ class _Model(nnx.Module):
     """A language model of plain Flax."""
 
     def __init__(self, args: argparse.Namespace, wrap: Callable, rngs: nnx.Rngs):
-        shape = Shape(
-            hidden=args.hidden,
-            seq=args.seq,
-            batch=args.batch,
-            intermediate=args.intermediate,
-            kv_heads=args.kv_heads,
-            head_dim=args.head_dim,
-        )
+        fields = dataclasses.fields(Shape)
+        shape = Shape(**{field.name: getattr(args, field.name) for field in fields})
         make = Modules(None, rngs)
-        self.embed = nnx.Embed(
-            args.vocab,
-            args.hidden,
-            dtype=jnp.bfloat16,
-            param_dtype=jnp.bfloat16,
-            rngs=rngs,
-        )
+        in_bf16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+        self.embed = nnx.Embed(args.vocab, args.hidden, **in_bf16, rngs=rngs)
         self.layers = nnx.List([wrap(Qwen(shape, make)) for _ in range(args.layers)])
         self.norm = make.rms_norm(args.hidden)
 

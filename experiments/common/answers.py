@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
+
+from experiments.common.intervals import mean_and_half, wilson
 
 ALL = "all"  # The kind of all questions together.
 
@@ -30,15 +32,36 @@ def right_answers(
     Args:
       rows: Rows with "recipe", "seed" and "right", a string that `written` returned.
     """
-    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-    right_by_run = {(row["recipe"], row["seed"]): row["right"] for row in rows}
-    seeds_of_recipe = [
-        {seed for recipe, seed in right_by_run if recipe == name} for name in recipes
-    ]
-    seeds = sorted(set.intersection(*seeds_of_recipe)) if seeds_of_recipe else []
-    if not seeds:
-        return {}
+    by_run = {(row["recipe"], row["seed"]): row["right"] for row in rows}
+    recipes = dict.fromkeys(recipe for recipe, _ in by_run)
+    seeds = sorted(
+        {s for _, s in by_run if all((name, s) in by_run for name in recipes)}
+    )
     return {
-        name: np.array([[c == "1" for c in right_by_run[name, seed]] for seed in seeds])
-        for name in recipes
+        name: np.array([[c == "1" for c in by_run[name, seed]] for seed in seeds])
+        for name in (recipes if seeds else ())
     }
+
+
+def percents(
+    right: Float[np.ndarray, "seeds questions"],
+) -> tuple[float, float, float]:
+    """Returns the percentage of right answers, and the ends of its 95% interval.
+
+    The interval is over questions. An answer counts as the mean over seeds.
+    """
+    share, count = float(right.mean()), right.shape[1]
+    low, high = wilson(share * count, count)
+    return 100 * share, 100 * low, 100 * high
+
+
+def points(
+    right: Float[np.ndarray, "seeds questions"],
+    reference: Float[np.ndarray, "seeds questions"],
+) -> tuple[float, float]:
+    """Returns the points above `reference`, and half of their 95% interval.
+
+    Both are about the same questions. The standard error belongs to the mean of the
+    questions' differences.
+    """
+    return mean_and_half(100 * (right.mean(axis=0) - reference.mean(axis=0)))

@@ -155,13 +155,7 @@ def check_batch(name: str, batch_size: int, mesh: Mesh | None, parts: int = 1) -
 
 
 def check_length(name: str, length: int, mesh: Mesh | None) -> None:
-    """Raises ValueError if sequences cannot be split over the devices.
-
-    Args:
-      name: The name of the length in the message.
-      length: The number of positions of a sequence.
-      mesh: The mesh.
-    """
+    """Raises ValueError if sequences cannot be split over the devices."""
     parts = 1 if mesh is None else mesh.shape["context"]
     if length % parts:
         raise ValueError(
@@ -202,10 +196,6 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
     """Returns the sharding of each parameter of a `Llama`.
 
     Norms and biases are on every device.
-
-    Args:
-      params: The parameters, or the shape of each.
-      mesh: The mesh.
 
     Raises:
       ValueError: If the mesh does not divide an axis of a parameter.
@@ -254,6 +244,15 @@ def state_shardings(
     placements = param_shardings(params, mesh)
     moments = coat.opt_state_sharding(tx, params, placements)
     return placements, moments, jax.tree.map(lambda _: whole(mesh), histories)
+
+
+def placed(arrays: Any, shardings: Any) -> Any:
+    """Returns the shapes of arrays with the shardings in a tree of the same form."""
+
+    def of(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(of, arrays, shardings)
 
 
 def own_rows(batch_size: int, mesh: Mesh | None) -> Int64[np.ndarray, " rows"]:

@@ -16,13 +16,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def new_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser:
-    """Returns a parser without arguments, with a module's docstring as its help.
-
-    Args:
-      module: The program's module, as `python -m` takes it.
-      doc: The module's docstring.
-      **options: Further options of `argparse.ArgumentParser`.
-    """
+    """Returns a parser without arguments, with a module's docstring as its help."""
     return _Parser(
         prog=f"python -m {module}",
         description=doc,

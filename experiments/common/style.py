@@ -1,7 +1,9 @@
 """Colors and line styles of figures, which also differ in grey."""
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 from matplotlib.axes import Axes
 
 from coat_jax.layers.recipes import RecipeName
@@ -42,3 +44,33 @@ def framed(axes: Axes, grid: Literal["both", "x"] | None = "both") -> None:
     if grid is not None:
         axes.grid(axis=grid, color="0.9", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_shares(
+    axes: Axes,
+    shares: Mapping[str, Sequence[tuple[float, float, float]]],
+    kinds: Sequence[str],
+) -> None:
+    """Draws percentages as bars, by kind and recipe, with their intervals.
+
+    `shares` has a percentage and both ends of its interval for each kind, by recipe.
+    Names that are no recipes are grey.
+    """
+    width = 0.8 / len(shares)
+    for number, (recipe, of_kinds) in enumerate(shares.items()):
+        heights, low, high = np.array(of_kinds).T
+        # Rounding may leave ends of an interval within the share by 1e-14.
+        ends = np.maximum([heights - low, high - heights], 0)
+        axes.bar(
+            np.arange(len(kinds)) + (number - (len(shares) - 1) / 2) * width,
+            heights,
+            width,
+            yerr=ends,
+            error_kw={"elinewidth": 0.8, "ecolor": "0.3"},
+            color=dict(RECIPE_COLORS).get(recipe, "0.85"),
+            hatch=dict(RECIPE_HATCHES).get(recipe, ""),
+            edgecolor="white",
+            label=recipe,
+        )
+    axes.set_xticks(range(len(kinds)), kinds)
+    axes.legend(frameon=False, ncols=len(shares), loc="upper center")

@@ -27,6 +27,7 @@ import coat_jax as coat
 from coat_jax.layers.recipes import RecipeName, Scaling
 from coat_jax.memory.kinds import GIB, MemoryEstimate
 from coat_jax.models import llama
+from experiments.common import meshes
 from experiments.common.memory_figure import KINDS, draw
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import write_results
@@ -65,30 +66,13 @@ def parser() -> argparse.ArgumentParser:
     add("--param-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--batch", type=int, help="sequences of a step on all GPUs; one for each GPU")
     add("--sequence", type=int, default=2048, help="tokens of a sequence")
-    add("--mesh", type=mesh_of, default={}, help="such as data=2,fsdp=4,tensor=2")
+    add("--mesh", default="", help="such as data=2,fsdp=4,tensor=2")
     add("--largest-batch", action="store_true", help="find the most that fits")
     add("--gpu-memory", type=float, default=80.0, help="GiB of a GPU")
     add("--memory-share", type=float, default=0.95, help="the share that JAX may take")
     out = Path("runs/estimate.json")
     add("--out", type=Path, default=out, help="a figure goes beside it")
     return top
-
-
-def mesh_of(text: str) -> dict[str, int]:
-    """Returns the sizes of a mesh's axes, as the command line gives them.
-
-    Raises:
-      argparse.ArgumentTypeError: If the text is not of the form name=size,name=size.
-    """
-    sizes: dict[str, int] = {}
-    for axis_text in text.split(","):
-        name, _, size = axis_text.partition("=")
-        if not size.isdecimal() or not int(size) or name in sizes:
-            raise argparse.ArgumentTypeError(
-                f"a mesh is written name=size,name=size, got {text!r}"
-            )
-        sizes[name] = int(size)
-    return sizes
 
 
 def config_of(args: argparse.Namespace, recipe: RecipeName) -> llama.LlamaConfig:
@@ -116,13 +100,13 @@ def row_of(args: argparse.Namespace, recipe: RecipeName) -> Row:
     if not 0 < args.gpu_memory < math.inf:
         raise ValueError(f"--gpu-memory must be positive, got {args.gpu_memory}")
     config = config_of(args, recipe)
-    shape = tuple(args.mesh.values())
-    mesh = AbstractMesh(shape, tuple(args.mesh)) if shape else None
+    sizes = meshes.parse(args.mesh) if args.mesh else {}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
     options = {"sequence": args.sequence, "mesh": mesh}
-    gpus = math.prod(shape)
+    gpus = math.prod(sizes.values())
     batch = gpus if args.batch is None else args.batch
     row: Row = {"recipe": recipe, "preset": args.preset, "gpus": gpus, "batch": batch}
-    row |= {"sequence": args.sequence, "mesh": ",".join(map(_axis, args.mesh.items()))}
+    row |= {"sequence": args.sequence, "mesh": args.mesh}
     row |= record(coat.estimate_memory(config, batch=batch, **options))
     available = args.gpu_memory * args.memory_share
     if args.largest_batch:
@@ -130,10 +114,6 @@ def row_of(args: argparse.Namespace, recipe: RecipeName) -> Row:
             config, memory_gib=available, **options
         )
     return row | {"fits": row["peak_gib"] <= available, "available_gib": available}
-
-
-def _axis(axis: tuple[str, int]) -> str:
-    return f"{axis[0]}={axis[1]}"
 
 
 def record(estimate: MemoryEstimate) -> Row:

@@ -66,10 +66,6 @@ def largest_model(limit: int, case: str = "coat") -> ModelSize:
 
     The prediction is for a step on one sequence. If no preset fits, the tiny model is
     returned.
-
-    Args:
-      limit: The bytes of one GPU's memory that a step may take.
-      case: The case of `experiments.bench.model_step` to train, such as "bf16".
     """
     models = (ModelSize.of(preset) for preset in PRESETS)
     fit = (m for m in models if estimate(case, m, 1).peak_bytes <= limit)

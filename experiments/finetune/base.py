@@ -55,11 +55,6 @@ def random_base(vocab_size: int) -> Base:
 def base_of_run(folder: Path, recipe: Recipe, vocab_size: int) -> Base:
     """Returns the model of a pretraining's latest checkpoint.
 
-    Args:
-      folder: The folder of a run of `experiments.pretrain`.
-      recipe: The recipe of the checkpoint.
-      vocab_size: The number of tokens of the run's text.
-
     Raises:
       ValueError: If the run is damaged, was of token files, or has no checkpoint.
     """
@@ -132,11 +127,6 @@ def folder_fingerprint(folder: Path) -> str:
 
 def load_params(folder: Path, recipe: Recipe, vocab_size: int) -> nnx.State:
     """Returns the parameters of a pretraining's latest checkpoint, as NumPy arrays.
-
-    Args:
-      folder: The folder of a run of `experiments.pretrain`.
-      recipe: The recipe of the checkpoint.
-      vocab_size: The number of tokens of the run's text.
 
     Raises:
       ValueError: If the run is damaged, was of token files, or has no checkpoint.

@@ -24,7 +24,8 @@ import numpy as np
 from jaxtyping import Float
 from rich.console import Console, Group
 
-from experiments.common.intervals import half_of_few, mean_and_half, wilson
+from experiments.common.answers import percents, points
+from experiments.common.intervals import half_of_few
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import default_path, read_results, write_results
 from experiments.common.tables import bars as bars_table
@@ -205,20 +206,11 @@ def shares(hits: Hits) -> list[dict[str, Any]]:
     rows = []
     for family in _families(hits):
         for recipe, exact in zip(hits.recipes, hits.of(family).exact, strict=True):
-            # Hits are means over seeds.
-            share, count = float(exact.mean()), exact.shape[1]
-            low, high = wilson(share * count, count)
-            rows.append(
-                {
-                    "recipe": recipe,
-                    "family": family,
-                    "seeds": exact.shape[0],
-                    "questions": count,
-                    "exact_match_percent": 100 * share,
-                    "low_percent": 100 * low,
-                    "high_percent": 100 * high,
-                }
-            )
+            share, low, high = percents(exact)
+            row = {"recipe": recipe, "family": family}
+            row |= {"seeds": exact.shape[0], "questions": exact.shape[1]}
+            row |= {"exact_match_percent": share}
+            rows.append(row | {"low_percent": low, "high_percent": high})
     return rows
 
 
@@ -228,9 +220,8 @@ def paired(hits: Hits) -> list[dict[str, Any]]:
     for family in _families(hits):
         exact = hits.of(family).exact[1:]  # The first entry is "before".
         for recipe, of_recipe in zip(hits.recipes[2:], exact[1:], strict=True):
-            difference = of_recipe - exact[0]
-            mean, half = mean_and_half(100 * difference.mean(axis=0))
-            wide = _half_over_seeds(100 * difference.mean(axis=1))
+            mean, half = points(of_recipe, exact[0])
+            wide = _half_over_seeds(100 * (of_recipe - exact[0]).mean(axis=1))
             rows.append(
                 {
                     "recipe": recipe,

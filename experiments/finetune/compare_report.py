@@ -1,6 +1,7 @@
 """Tables and figures of `experiments.finetune.compare`, and the paper's table 4."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ from rich.table import Table
 
 from experiments.common.paper import TABLE_4, TABLE_4_COLUMNS
 from experiments.common.results import Bar
-from experiments.common.style import RECIPE_COLORS, RECIPE_HATCHES, framed
-from experiments.common.tables import new_table
+from experiments.common.style import RECIPE_COLORS, draw_shares, framed
+from experiments.common.tables import grouped, new_table
 from experiments.finetune.tasks import BENCHMARKS, Problem
 from experiments.training.plots import draw_curves
 
@@ -134,31 +135,13 @@ def draw_exact_match(results: Results) -> Figure:
 
 
 def _draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
-    groups = _grouped(rows)
-    families = [row["family"] for row in groups[0][1]]
-    width = 0.8 / len(groups)
-    for number, (recipe, rows_of_recipe) in enumerate(groups):
-        heights = np.array([row["exact_match_percent"] for row in rows_of_recipe])
-        ends = np.array(
-            [[row["low_percent"], row["high_percent"]] for row in rows_of_recipe]
-        )
-        places = np.arange(len(families)) + (number - (len(groups) - 1) / 2) * width
-        axes.bar(
-            places,
-            heights,
-            width,
-            yerr=np.abs(ends.T - heights),
-            error_kw={"elinewidth": 0.8, "ecolor": "0.3"},
-            color=dict(RECIPE_COLORS).get(recipe, "0.85"),
-            hatch=dict(RECIPE_HATCHES).get(recipe, ""),
-            edgecolor="white",
-            label=recipe,
-        )
-    axes.set_xticks(range(len(families)), _heads(families))
+    ends = ("exact_match_percent", "low_percent", "high_percent")
+    shares = {name: list(map(itemgetter(*ends), of)) for name, of in _grouped(rows)}
+    families = dict.fromkeys(row["family"] for row in rows)
+    draw_shares(axes, shares, _heads(families))
     top = max(row["high_percent"] for row in rows)
     # The legend lies above the bars.
     axes.set(ylabel="exact match, %", ylim=(0, 1.2 * top))
-    axes.legend(frameon=False, ncols=len(groups), loc="upper center")
 
 
 def _draw_differences(axes: Axes, rows: Sequence[Row]) -> None:
@@ -207,8 +190,7 @@ def _heads(families: Iterable[str]) -> list[str]:
 
 def _grouped(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     """Returns the rows of each recipe."""
-    recipes = dict.fromkeys(row["recipe"] for row in rows)
-    return [(name, [r for r in rows if r["recipe"] == name]) for name in recipes]
+    return list(grouped(rows, itemgetter("recipe")).items())
 
 
 def _paper(recipe: str, rows: Sequence[Row]) -> list[float | None]:

@@ -84,12 +84,7 @@ class Exam:
         return Exam(self._records[:count], *options)
 
     def ask(self, model: Llama, name: str | None = None) -> list[Answer]:
-        """Returns the greedy answers of a model, in the order of the questions.
-
-        Args:
-          model: The model.
-          name: The label of a progress bar; None means no bar.
-        """
+        """Returns the greedy answers of a model, in the order of the questions."""
         texts: dict[int, str] = {}
         with tqdm(total=len(self._prompts), desc=name, disable=name is None) as bar:
             for batch in self._batches():

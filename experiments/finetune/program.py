@@ -35,11 +35,11 @@ from experiments.finetune.encoding import Encoder, FolderEncoder, WordsEncoder
 from experiments.finetune.exact_match import Answer, Exam
 from experiments.finetune.saving import save_models
 from experiments.finetune.settings import FinetuneRun, FinetuneSettings
-from experiments.finetune.splits import Split, fitted, read_splits
+from experiments.finetune.splits import fitted, read_splits
 from experiments.finetune.training import AdapterTrainer, AnswerTrainer
-from experiments.training import data, interrupts, processes
+from experiments.training import interrupts, processes
 from experiments.training.interrupts import Interrupts
-from experiments.training.job import Inputs, Job, prepared, run_job
+from experiments.training.job import Inputs, Job, run_job, validation_batches
 from experiments.training.moment_plots import plot_moments
 from experiments.training.plots import plot_losses
 from experiments.training.runs import check_unused
@@ -90,23 +90,6 @@ class QuestionInputs(Inputs):
             return results
         answers = self.short_exam.ask(trainer.model(state))
         return results | {"exact_match_percent": exact_match.percent(answers)}
-
-
-def prepare(
-    args: FinetuneArguments, stop: Interrupts
-) -> tuple[FinetuneRun, QuestionInputs]:
-    """Opens or creates the run, its base and its data.
-
-    Invalid settings or data raise before run.json is written. The main process does it
-    first, and the others follow.
-    """
-    mesh = meshes.make(args.mesh)
-
-    def follow(folder: Path, record: dict[str, Any]) -> tuple[FinetuneRun, Any]:
-        run = FinetuneRun(folder, record)
-        return run, _checked_inputs(run, mesh)
-
-    return prepared(lambda: _opened(args, mesh, stop), follow)
 
 
 def _checked_inputs(run: FinetuneRun, mesh: Mesh | None) -> QuestionInputs:
@@ -174,7 +157,7 @@ def load_inputs(
     print(f"data: {train.described}; to validate on: {test.described}", flush=True)
     inputs = QuestionInputs(
         windows=train.windows,
-        validation=_validation(test, settings, mesh),
+        validation=validation_batches(test.windows, settings, mesh),
         vocab_size=encoder.vocab_size,
         token="byte" if settings.tokenizer == "bytes" else "token",
         mesh=mesh,
@@ -190,18 +173,6 @@ def load_inputs(
     )
     sources = " ".join(parts)
     return inputs, hashlib.blake2b(sources.encode(), digest_size=16).hexdigest()
-
-
-def _validation(
-    test: Split, settings: FinetuneSettings, mesh: Mesh | None
-) -> list[Any]:
-    parts = settings.accumulate
-    return data.validation_batches(
-        test.windows,
-        batch_size=settings.batch_size // parts,
-        count=settings.eval_batches * parts,
-        multiple=meshes.batch_parts(mesh),
-    )
 
 
 def _base(settings: FinetuneSettings, tokenizer: Path) -> tuple[Base, Encoder]:
@@ -288,7 +259,9 @@ def _start(settings: FinetuneSettings) -> str:
 FINETUNING = Job(
     module="experiments.finetune",
     parse=parse,
-    prepare=prepare,
+    kind=FinetuneRun,
+    opened=_opened,
+    inputs=_checked_inputs,
     report=write_report,
 )
 

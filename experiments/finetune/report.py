@@ -107,7 +107,7 @@ def plot_exact_match(run: FinetuneRun, summary: dict[str, Any]) -> Figure:
     """
     figure = Figure(figsize=(9, 4.5), layout="constrained", dpi=150)
     axes = figure.subplots()
-    rows = [row for row in run.metrics() if "exact_match_percent" in row]
+    rows = [row for row in run.rows("metrics") if "exact_match_percent" in row]
     last = [row for row in summary["rows"] if row["family"] == "all"]
     untrained = next(row for row in last if row["recipe"] == "before")
     for number, recipe in enumerate(run.settings.recipes):

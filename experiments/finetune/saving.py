@@ -20,12 +20,6 @@ def save_models(
     The run's folder gets models/RECIPE, and models/RECIPE-FORMAT. An earlier one is
     replaced. All processes take part.
 
-    Args:
-      run: The run.
-      recipe: The recipe.
-      model: The trained model.
-      origin: The folder that the base came from.
-
     Returns:
       The paths of the folders.
     """

@@ -46,12 +46,7 @@ class Problem:
 
 
 class _Draw:
-    """Random numbers, names and things for problems.
-
-    Args:
-      rng: The source of random numbers.
-      largest: The largest number of a question.
-    """
+    """Random numbers, up to the largest, names and things for problems."""
 
     def __init__(self, rng: np.random.Generator, largest: int) -> None:
         self._rng = rng

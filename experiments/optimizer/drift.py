@@ -108,12 +108,6 @@ def study(
 ) -> tuple[list[Row], list[Row]]:
     """Simulates the runs of a command line that have no rows yet.
 
-    Args:
-      args: The parsed command line of `parser`.
-      rows: Rows of earlier calls.
-      curves: Curves of earlier calls.
-      out: A results file to write after every run, or None.
-
     Returns:
       Rows, one for each length, b2, method and story; and curves. They belong to the
       run that `drift_report.figure` draws, and have one row for each look, method and

@@ -67,13 +67,7 @@ def _falling(times: float) -> Callable[[Time, int], Array]:
 def _factor_of(
     elements: slice, factor: float, when: Callable[[Time], Array]
 ) -> Callable[[Time, int], Array]:
-    """Returns a factor for some elements of each group at some times, and 1 elsewhere.
-
-    Args:
-      elements: The elements of each group that are multiplied.
-      factor: Their factor.
-      when: Returns whether the factor applies at a `Time`.
-    """
+    """Returns a factor for some elements of each group at some times, else 1."""
 
     def found(time, groups):
         factors = jnp.ones((groups, GROUP))

@@ -19,11 +19,6 @@ def table(rows: Sequence[Row], *, b2: float, steps: int) -> Table:
     """Returns a table of updates over exact ones, by story and method.
 
     A cell holds the mean and the largest ratio.
-
-    Args:
-      rows: Rows of `drift.study`.
-      b2: The b2 of the runs to show.
-      steps: Number of steps of the runs to show.
     """
     shown = [row for row in rows if (row["b2"], row["steps"]) == (b2, steps)]
     title = f"Updates over exact ones, b2 = {b2:g}, {steps:,} steps: mean and largest"
@@ -61,9 +56,6 @@ def figure(curves: Sequence[Row]) -> Figure:
     """Draws the mean ratio of updates to exact ones over a run, one panel per story.
 
     A ratio of 1 is Adam with float32 moments. The shaded band is the bar of 5%.
-
-    Args:
-      curves: Curves of `drift.study`.
     """
     columns = 4
     drawing = Figure(figsize=(13, 8.5), layout="constrained", dpi=150)

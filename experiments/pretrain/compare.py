@@ -25,8 +25,13 @@ from jaxtyping import Int32
 from rich.console import Console
 from tqdm import tqdm
 
-from experiments.common.answers import ALL, right_answers, written
-from experiments.common.intervals import mean_and_half, wilson
+from experiments.common.answers import (
+    ALL,
+    percents,
+    points,
+    right_answers,
+    written,
+)
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import (
     Bar,
@@ -59,12 +64,7 @@ _TARGETS = {
 
 
 class _Exam(NamedTuple):
-    """The texts and questions of a run, by kind of text.
-
-    Attributes:
-      batches: Batches to measure the loss of.
-      questions: The questions.
-    """
+    """The texts to measure the loss of and the questions of a run, by kind of text."""
 
     batches: dict[str, list[Int32[np.ndarray, "batch length+1"]]]
     questions: dict[str, choices.Questions]
@@ -140,7 +140,7 @@ def compared(folders: Sequence[Path], *, measures: bool = True) -> dict[str, Any
             names = {"recipe": row["recipe"], "seed": run.settings.seed}
             if any(names.items() <= other.items() for other in rows):
                 raise ValueError(f"{folder} trains {names}, as another run does")
-            metrics = [m for m in run.metrics() if m["recipe"] == row["recipe"]]
+            metrics = [m for m in run.rows("metrics") if m["recipe"] == row["recipe"]]
             row = row | _loads(metrics[-max(1, run.steps // 20) :])
             rows.append(names | row | {"commit": summary["versions"]["commit"]})
             curves.append(names | curve(np.array([m["loss"] for m in metrics])))
@@ -268,14 +268,12 @@ def tasks(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     result = []
     for kind, by_recipe in answers.items():
         for recipe, right in by_recipe.items():
-            shares = right.mean(axis=0)
-            low, high = wilson(float(shares.sum()), shares.size)
-            row = {"recipe": recipe, "text": kind, "questions": shares.size}
-            row |= {"seeds": len(right), "accuracy_percent": 100 * float(shares.mean())}
-            row |= {"low_percent": 100 * low, "high_percent": 100 * high}
+            share, low, high = percents(right)
+            row = {"recipe": recipe, "text": kind, "questions": right.shape[1]}
+            row |= {"seeds": len(right), "accuracy_percent": share}
+            row |= {"low_percent": low, "high_percent": high}
             if recipe != "bf16" and "bf16" in by_recipe:
-                plain = by_recipe["bf16"].mean(axis=0)
-                mean, half = mean_and_half(100 * (shares - plain))
+                mean, half = points(right, by_recipe["bf16"])
                 row |= {"difference_points": mean, "half_points": half}
             result.append(row)
     return result

@@ -1,4 +1,7 @@
-"""Tables and a figure of trainings, next to the paper's table 3 and poster."""
+"""Tables and a figure of trainings, next to the paper's table 3 and poster.
+
+Rows come from a results file of `experiments.pretrain.compare`.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,8 +86,7 @@ def accuracies() -> Table:
 def days(results: Mapping[str, Any]) -> Table:
     """Returns a table of the days that the poster's training takes on one device.
 
-    Args:
-      results: The results of `experiments.bench.e2e`, which times steps of a 7B model.
+    The results come from `experiments.bench.e2e`, which times steps of a 7B model.
     """
     device, tokens = results["device"]["name"], POSTER_TOKENS
     title = f"A 7B model on {tokens / 1e9:.0f} billion tokens"
@@ -146,11 +148,7 @@ def _mean_and_half(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def draw_gaps(rows: Sequence[Row]) -> Figure:
-    """Draws gaps of the training loss by recipe and seed, and the paper's.
-
-    Args:
-      rows: The rows of a results file of `experiments.pretrain.compare`.
-    """
+    """Draws gaps of the training loss by recipe and seed, and the paper's."""
     drawn = Figure(figsize=(8, 3.4), layout="constrained", dpi=150)
     axes = drawn.subplots()
     by_recipe = gaps(rows, "train_loss")
@@ -224,9 +222,6 @@ def answers(rows: Sequence[Row]) -> Table:
 
     Intervals are 95% over questions. Points are differences to `bf16` on the same
     questions. The paper's average of its four tasks stands last.
-
-    Args:
-      rows: What `compare.tasks` returns.
     """
     kinds = list(dict.fromkeys(row["text"] for row in rows))
     title = "Right answers to multiple-choice questions, percent"

@@ -26,7 +26,7 @@ from experiments.common import meshes
 from experiments.training import arguments, data, interrupts, processes, report
 from experiments.training.health_plots import plot_health
 from experiments.training.interrupts import Interrupts
-from experiments.training.job import Inputs, Job, prepared, run_job
+from experiments.training.job import Inputs, Job, run_job, validation_batches
 from experiments.training.moment_plots import plot_moments
 from experiments.training.plots import plot_losses
 from experiments.training.runs import Run, check_unused
@@ -58,21 +58,11 @@ def _reported(run: Run, inputs: Inputs) -> dict[str, Any]:
     return summary
 
 
-def prepare(args: arguments.Arguments, stop: Interrupts) -> tuple[Run, Inputs]:
-    """Opens or creates the run and its data.
-
-    Invalid settings or data raise before run.json is written. The main process does it
-    first, and the others follow.
-    """
-    mesh = meshes.make(args.mesh)
-
-    def follow(folder: Path, record: dict[str, Any]) -> tuple[Run, Inputs]:
-        run = Run(folder, record)
-        corpus = load_corpus(run.settings, run.folder)
-        run.check_data(corpus.fingerprint())
-        return run, select_inputs(corpus, run.settings, mesh)
-
-    return prepared(lambda: _opened(args, mesh, stop), follow)
+def _checked_inputs(run: Run, mesh: Mesh | None) -> Inputs:
+    """Returns the inputs of a run; raises ValueError if its data has changed."""
+    corpus = load_corpus(run.settings, run.folder)
+    run.check_data(corpus.fingerprint())
+    return select_inputs(corpus, run.settings, mesh)
 
 
 def _opened(
@@ -81,9 +71,7 @@ def _opened(
     """Opens or creates the run and its data."""
     if args.resume:
         run = Run.resume(args.folder, args.given)
-        corpus = load_corpus(run.settings, args.folder)
-        run.check_data(corpus.fingerprint())
-        inputs = select_inputs(corpus, run.settings, mesh)
+        inputs = _checked_inputs(run, mesh)
         run.record_changes()
         return run, inputs
     check_unused(args.folder)
@@ -123,8 +111,7 @@ def select_inputs(
       ValueError: If the mesh cannot split the batch or the model, or a token is outside
         the vocabulary.
     """
-    parts = settings.accumulate
-    meshes.check_batch("--batch-size", settings.batch_size, mesh, parts)
+    meshes.check_batch("--batch-size", settings.batch_size, mesh, settings.accumulate)
     meshes.check_length("--seq-len", settings.seq_len, mesh)
     vocab_size = corpus.vocab_size or settings.vocab_size
     vocab_size = vocab_size or PRESETS[settings.preset].model.vocab_size
@@ -139,12 +126,7 @@ def select_inputs(
     )
     return Inputs(
         windows=windows,
-        validation=data.validation_batches(
-            held_out,
-            batch_size=settings.batch_size // parts,
-            count=settings.eval_batches * parts,
-            multiple=meshes.batch_parts(mesh),
-        ),
+        validation=validation_batches(held_out, settings, mesh),
         vocab_size=vocab_size,
         token=corpus.token,
         mesh=mesh,
@@ -154,7 +136,9 @@ def select_inputs(
 PRETRAINING = Job(
     module="experiments.pretrain",
     parse=arguments.parse,
-    prepare=prepare,
+    kind=Run,
+    opened=_opened,
+    inputs=_checked_inputs,
     report=write_report,
 )
 

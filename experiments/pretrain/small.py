@@ -54,11 +54,6 @@ def train(
 
     A seed decides the initialization and the order of the data. Both are shared by the
     recipes.
-
-    Args:
-      settings: The settings, with the recipes.
-      seeds: The number of seeds.
-      with_paper_flow: Whether to train with `paper_flow` as well.
     """
     inputs = program.select_inputs(data.load_corpus(), settings)
     texts = {VALIDATION: inputs.validation} | held_out.batches(

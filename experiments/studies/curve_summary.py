@@ -9,6 +9,7 @@ difference over seeds.
 
 import itertools
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from experiments.common.intervals import half_of_few
 from experiments.common.results import Bar
 from experiments.common.seeds import mean_and_error
 from experiments.common.style import framed
-from experiments.common.tables import Column
+from experiments.common.tables import Column, grouped
 
 _COLORS = ("#33415c", "#2a9d8f", "#d1495b", "#8d99ae", "#edae49", "#5a4fcf")
 _MOST_PERCENT = 0.5
@@ -31,22 +32,14 @@ _MOST_PERCENT = 0.5
 
 def losses(rows: Sequence[dict[str, Any]]) -> dict[str, Float[np.ndarray, "seed step"]]:
     """Returns validation losses by optimizer, for the seeds that all of them have."""
-    names = list(dict.fromkeys(row["optimizer"] for row in rows))
-    seeds_of = [
-        {row["seed"] for row in rows if row["optimizer"] == name} for name in names
-    ]
-    seeds = set.intersection(*seeds_of)
-    by_run = {
-        (name, seed): [
-            row["val_loss"]
-            for row in rows
-            if (row["optimizer"], row["seed"]) == (name, seed)
-        ]
-        for name in names
-        for seed in seeds
-    }
+    by_run = grouped(rows, itemgetter("optimizer", "seed"))
+    names, seeds = map(dict.fromkeys, zip(*by_run, strict=True))
+    shared = sorted(s for s in seeds if all((name, s) in by_run for name in names))
     return {
-        name: np.array([by_run[name, seed] for seed in sorted(seeds)]) for name in names
+        name: np.array(
+            [[row["val_loss"] for row in by_run[name, seed]] for seed in shared]
+        )
+        for name in names
     }
 
 

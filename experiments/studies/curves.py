@@ -38,7 +38,6 @@ from experiments.training.job import Inputs, train_batches
 from experiments.training.optimizer import Optimizer
 from experiments.training.settings import (
     ParamDtype,
-    Recipe,
     Rounding,
     Settings,
     model_config,
@@ -60,12 +59,11 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """An optimizer, a parameter dtype and a recipe of layers to train with.
+    """An optimizer and a parameter dtype to train with.
 
     Attributes:
       name: The name in tables and results.
       optimizer: The optimizer.
-      recipe: The recipe of layers.
       param_dtype: Dtype in which parameters are stored.
       rounding: Rounding of BF16 parameters by `coat.fp8_adamw`.
       beside: Name of the variant that this one is compared with; None means the first.
@@ -73,7 +71,6 @@ class Variant:
 
     name: str
     optimizer: Optimizer
-    recipe: Recipe = "bf16"
     param_dtype: ParamDtype = "float32"
     rounding: Rounding = "nearest"
     beside: str | None = None
@@ -198,12 +195,7 @@ def chosen(names: str | None, variants: Sequence[Variant]) -> tuple[Variant, ...
 
 
 def parser(program: str, doc: str) -> argparse.ArgumentParser:
-    """Returns a parser of the training, its seeds, its variants and the results file.
-
-    Args:
-      program: The program's module.
-      doc: The program's description, which `--help` prints.
-    """
+    """Returns a parser of the training, its seeds, its variants and its results."""
     top = arguments.training_parser(program, doc)
     add = top.add_argument_group("how often, and where").add_argument
     add("--seed", type=int, help="first seed (0)")
@@ -313,7 +305,7 @@ class Curves:
         settings = dataclasses.replace(
             self._settings, param_dtype=variant.param_dtype, rounding=variant.rounding
         )
-        config = model_config(settings, variant.recipe, self._inputs.vocab_size)
+        config = model_config(settings, "bf16", self._inputs.vocab_size)
         return Trainer(
             config, settings, steps=settings.steps, optimizer=variant.optimizer
         )

@@ -69,10 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def error_rows(model: Trained, batches: int) -> list[Row]:
     """Returns each recipe's errors, by layer and parameter and for all together.
 
-    Args:
-      model: The trained model.
-      batches: Number of validation batches to compare gradients of.
-
     Raises:
       ValueError: If `batches` is below 2 or above the number of batches of `model`.
     """

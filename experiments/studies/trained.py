@@ -48,10 +48,6 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     """Returns a parser with the main job's flags for one training.
 
     The preset gives the settings that a command line does not give.
-
-    Args:
-      name: The program's name, which `--help` shows after "experiments.".
-      description: The text that `--help` prints.
     """
     top = arguments.training_parser(f"experiments.{name}", description)
     add = top.add_argument_group("what is trained, and where results go").add_argument

@@ -195,11 +195,6 @@ def training_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentP
     """Returns a parser with the flags of the model, its training and its data.
 
     A flag that is not given is not in the parsed namespace.
-
-    Args:
-      module: The program's module.
-      doc: The program's description.
-      **options: Further options of `argparse.ArgumentParser`.
     """
     top = new_parser(module, doc, argument_default=argparse.SUPPRESS, **options)
     add_training(top)

@@ -294,11 +294,7 @@ class Checkpoints:
         return Progress(**ocp.JsonCheckpointHandler().restore(steps[-1] / "progress"))
 
     def state(self, abstract: TrainState) -> TrainState:
-        """Returns the latest state, bit for bit.
-
-        Args:
-          abstract: The shapes, dtypes and placement of the state.
-        """
+        """Returns the latest state, bit for bit."""
         self.finish()
         items = ocp.args.Composite(state=ocp.args.StandardRestore(_not_empty(abstract)))
         manager = self._opened()

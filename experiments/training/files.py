@@ -49,10 +49,6 @@ def find_files(
     Links are followed, and each folder is visited once. The case of suffixes does not
     matter.
 
-    Args:
-      paths: Files and folders.
-      suffixes: The known suffixes.
-
     Raises:
       FileNotFoundError: If there is nothing at a path.
       ValueError: If there is no file of a known suffix at a path, if such a file is not

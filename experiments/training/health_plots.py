@@ -25,7 +25,7 @@ def plot_health(run: Run) -> Figure | None:
     the middle row the share of elements that underflow, and the bottom row a map of the
     activations' amax by step and layer.
     """
-    rows = run.health()
+    rows = run.rows("health")
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     if not recipes:
         return None

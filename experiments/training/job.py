@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ from experiments.training.budgets import seconds_per_step, steps_within_budget
 from experiments.training.checkpoints import Checkpoints, Progress
 from experiments.training.interrupts import STOPPED, Interrupts
 from experiments.training.loop import Loop
-from experiments.training.runs import Run
+from experiments.training.runs import Log, Run
 from experiments.training.settings import Recipe, Settings, model_config
 from experiments.training.step import TrainState
 from experiments.training.trainer import Trainer
@@ -64,6 +64,19 @@ class Inputs:
         return {"val_loss": trainer.evaluate(state, self.validation)}
 
 
+def validation_batches(
+    windows: Any, settings: Settings, mesh: Mesh | None
+) -> list[np.ndarray]:
+    """Returns the batches to validate on, each as large as a microbatch."""
+    parts = settings.accumulate
+    return data.validation_batches(
+        windows,
+        batch_size=settings.batch_size // parts,
+        count=settings.eval_batches * parts,
+        multiple=meshes.batch_parts(mesh),
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
     """A program that trains with several recipes, one after the other, in a folder.
@@ -71,15 +84,21 @@ class Job:
     Attributes:
       module: The program's module, as `python -m` takes it.
       parse: A function that parses a command line.
-      prepare: A function that opens or creates the run and its data.
+      kind: The type of its runs.
+      opened: A function that opens or creates a run and its inputs. Invalid settings or
+        data raise before run.json is written.
+      inputs: A function that returns the inputs of a run that has begun. It raises
+        ValueError if they are not those that the run began with.
       report: A function that writes the results of a finished run to its folder;
         returns a table of them for a terminal.
     """
 
     module: str
     parse: Callable[[Sequence[str] | None], arguments.Arguments]
-    prepare: Callable[[arguments.Arguments, Interrupts], tuple[Run, Inputs]]
-    report: Callable[[Run, Inputs], RenderableType]
+    kind: type[Run]
+    opened: Callable[[Any, Mesh | None, Interrupts], tuple[Run, Inputs]]
+    inputs: Callable[[Any, Mesh | None], Inputs]
+    report: Callable[[Any, Any], RenderableType]
 
     def resume_command(self, folder: Path, mesh: Mesh | None = None) -> str:
         """Returns the command that continues the run in `folder`, on the same mesh."""
@@ -87,31 +106,29 @@ class Job:
         return command if mesh is None else f"{command} --mesh {meshes.name_of(mesh)}"
 
 
-def prepared[R: Run, I: Inputs](
-    open_run: Callable[[], tuple[R, I]],
-    follow: Callable[[Path, dict[str, Any]], tuple[R, I]],
-) -> tuple[R, I]:
-    """Returns a run and its inputs, which the main process opens first.
-
-    Args:
-      open_run: A function that opens or creates the run.
-      follow: A function of the run's folder and record that returns them as another
-        process has them.
+def prepared(
+    job: Job, args: arguments.Arguments, stop: Interrupts
+) -> tuple[Run, Inputs]:
+    """Opens or creates a run and its inputs; the main process does it first.
 
     Raises:
       OSError: If a process raised it.
       ValueError: If a process raised it.
     """
-    opened: list[tuple[R, I]] = []
+    mesh = meshes.make(args.mesh)
+    opened: list[tuple[Run, Inputs]] = []
 
     def open_once() -> tuple[str, dict[str, Any]]:
-        opened.append(open_run())
+        opened.append(job.opened(args, mesh, stop))
         run, _ = opened[0]
         return str(run.folder.absolute()), run.record
 
     folder, record = processes.on_main(open_once)
     with processes.together():
-        return opened[0] if opened else follow(Path(folder), record)
+        if opened:
+            return opened[0]
+        run = job.kind(Path(folder), record)
+        return run, job.inputs(run, mesh)
 
 
 def run_job(job: Job, argv: Sequence[str] | None, stop: Interrupts) -> int:
@@ -123,7 +140,7 @@ def run_job(job: Job, argv: Sequence[str] | None, stop: Interrupts) -> int:
             args.cluster.join()
         if args.tensorboard:
             tensorboard.check_installed()
-        run, inputs = job.prepare(args, stop)
+        run, inputs = prepared(job, args, stop)
     except (ImportError, OSError, ValueError) as error:
         if processes.is_main():
             print(f"error: {one_line(error)}", file=sys.stderr)
@@ -208,9 +225,9 @@ def _train(
     with contextlib.ExitStack() as stack:
         with processes.together():
             checkpoints = stack.enter_context(run.checkpoints(recipe))
-            metrics = stack.enter_context(run.append_metrics(recipe))
-            moments = stack.enter_context(run.append_moments(recipe))
-            health = stack.enter_context(run.append_health(recipe))
+            logs = {
+                n: stack.enter_context(run.append(n, recipe)) for n in get_args(Log)
+            }
         progress_fields = processes.on_main(
             lambda: dataclasses.asdict(checkpoints.progress())
         )
@@ -230,9 +247,7 @@ def _train(
             trainer=trainer,
             measure=inputs.measure,
             checkpoints=checkpoints,
-            metrics=metrics,
-            moments=moments,
-            health=health,
+            logs=logs,
             progress=progress,
             state=state,
             batches=batches,

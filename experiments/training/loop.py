@@ -5,7 +5,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from experiments.training.checkpoints import Checkpoints, Progress
 from experiments.training.interrupts import Interrupts
 from experiments.training.loads import loads
 from experiments.training.rows import NoRows, RowLog
-from experiments.training.runs import Run
+from experiments.training.runs import Log, Run
 from experiments.training.settings import Recipe
 from experiments.training.step import TrainState
 from experiments.training.step_bar import StepBar
@@ -47,9 +47,8 @@ class Loop:
       trainer: The recipe's trainer.
       measure: A function that validates the state; returns entries of a step's row.
       checkpoints: The recipe's checkpoints.
-      metrics: The log of steps.
-      moments: The log of FP8 moments.
-      health: The log of reports of amax, saturation and underflow.
+      logs: The logs of steps, of FP8 moments, and of reports of amax, saturation and
+        underflow, by name.
       progress: The number of steps done, and what else belongs to the state.
       state: The state after these steps.
       batches: The batches that follow.
@@ -63,9 +62,7 @@ class Loop:
     trainer: Trainer
     measure: Callable[[Trainer, TrainState], dict[str, float]]
     checkpoints: Checkpoints
-    metrics: RowLog | NoRows
-    moments: RowLog | NoRows
-    health: RowLog | NoRows
+    logs: Mapping[Log, RowLog | NoRows]
     progress: Progress
     state: TrainState
     batches: data.Batches
@@ -100,7 +97,7 @@ class Loop:
                 if due and self._validate(row) == "rollback":
                     self._roll_back()
                     continue
-                self._write(self.metrics, row)
+                self._write("metrics", row)
                 self._show(row)
                 is_due = self._is_due(self.run.settings.save_every)
                 if is_due or self.run.settings.bad_step != "rollback":
@@ -154,17 +151,12 @@ class Loop:
             self.progress.skipped += 1
             row["skipped"] = True
         for report in health.rows(measured.reports):
-            self._write(self.health, {"recipe": self.recipe, "step": step} | report)
+            self._write("health", {"recipe": self.recipe, "step": step} | report)
         self.progress.step = step
         return row
 
     def _answer(self, step: int, problem: str, skip: str) -> str:
         """Says what is done about a bad step and returns it: "skip" or "rollback".
-
-        Args:
-          step: The step.
-          problem: A description of what is bad about it.
-          skip: What is done to skip it.
 
         Raises:
           BadStep: If the answer is to stop.
@@ -187,7 +179,7 @@ class Loop:
         step = self.progress.step = self.progress.origin
         self.progress.rollbacks += 1
         self.checkpoints.roll_back(step)
-        for log in (self.metrics, self.moments, self.health, self.board):
+        for log in (*self.logs.values(), self.board):
             if log is not None:
                 log.drop_after(step)
         self._losses = self._recent_losses()
@@ -198,7 +190,7 @@ class Loop:
 
     def _recent_losses(self) -> deque[float]:
         def read() -> list[float]:
-            rows = self.run.metrics()
+            rows = self.run.rows("metrics")
             rows_of_recipe = (row for row in rows if row["recipe"] == self.recipe)
             return list(recent_losses(rows_of_recipe))
 
@@ -217,18 +209,17 @@ class Loop:
         if reaction != "rollback":
             for moment_row in self.trainer.moment_rows(self.state):
                 names = {"recipe": self.recipe, "step": row["step"]}
-                self._write(self.moments, names | moment_row)
+                self._write("moments", names | moment_row)
         return reaction
 
-    def _write(self, log: RowLog | NoRows, row: dict[str, Any]) -> None:
+    def _write(self, log: Log, row: dict[str, Any]) -> None:
         """Writes a row to a log, and for TensorBoard."""
-        log.write(row)
+        self.logs[log].write(row)
         if self.board is not None:
             self.board.write(row)
 
     def _save(self) -> None:
-        logs = self.metrics, self.moments, self.health
-        self.progress.rows = {log.name: log.sync() for log in logs}
+        self.progress.rows = {log.name: log.sync() for log in self.logs.values()}
         self.progress.batches = self.batches.get_state()
         self.progress.note_peak(self.peak_before, device_peak_bytes())
         self.checkpoints.save(self.state, self.progress)

@@ -22,12 +22,7 @@ def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
 
 
 def description(trainer: Trainer, settings: Settings) -> str:
-    """Returns one line about the memory that a step takes on each device.
-
-    Args:
-      trainer: The trainer, compiled or not.
-      settings: Its settings.
-    """
+    """Returns one line about the memory that a step takes on each device."""
     state, mesh = trainer.abstract_state(), trainer.mesh
     params, moments = shard_bytes(state.params), shard_bytes(state.opt_state)
     wide = sum(math.prod(shard_shape(x)) * 4 for x in jax.tree.leaves(state.params))

@@ -24,7 +24,7 @@ def plot_moments(run: Run) -> Figure | None:
     format's maximum. The bottom row shows the error that rounding causes in updates,
     with its range over parameters.
     """
-    rows = run.moments()
+    rows = run.rows("moments")
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     if not recipes:
         return None

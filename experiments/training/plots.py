@@ -18,7 +18,7 @@ _MARKER = dict(linestyle="none", markersize=5, markerfacecolor="white")
 
 def plot_losses(run: Run, token: str) -> Figure:
     """Draws loss.png in the folder of a finished run; see `draw_losses`."""
-    figure = draw_losses(run.metrics(), run.settings, token)
+    figure = draw_losses(run.rows("metrics"), run.settings, token)
     figure.savefig(run.folder / "loss.png")
     return figure
 

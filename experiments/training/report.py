@@ -57,7 +57,7 @@ def summarize(run: Run, token: str) -> dict[str, Any]:
 
 def recipe_summaries(run: Run) -> dict[Recipe, dict[str, Any]]:
     """Returns the losses, memory and speed of each recipe of a finished run."""
-    metrics = run.metrics()
+    metrics = run.rows("metrics")
     recipes = {}
     for recipe in run.settings.recipes:
         with run.checkpoints(recipe) as checkpoints:

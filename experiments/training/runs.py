@@ -24,7 +24,7 @@ import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from experiments.common.results import (
     command_line,
@@ -40,9 +40,8 @@ from experiments.training.checkpoints import (
 from experiments.training.rows import NoRows, RowLog, read_rows, rows_checksum
 from experiments.training.settings import Recipe, Settings
 
-_RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
-_HEALTH = "health.jsonl"
-_LOCK = "lock"
+Log = Literal["metrics", "moments", "health"]
+_RUN, _METRICS, _HEALTH, _LOCK = "run.json", "metrics.jsonl", "health.jsonl", "lock"
 _LEFTOVERS = {_LOCK, "tokenizer.json", f"{_RUN}.partial"}
 _RUN_ENTRIES = {"settings", "data", "steps", "command"}
 _NEWER_ENTRIES = {"schedule_steps", "files", "checksum"}
@@ -224,42 +223,22 @@ class Run:
         folder = self.folder / "checkpoints" / recipe
         return Checkpoints(folder, self.settings.keep)
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Returns the rows of metrics.jsonl, without an incomplete last line.
+    def rows(self, log: Log) -> list[dict[str, Any]]:
+        """Returns the rows of a log, without an incomplete last line.
 
         A null is NaN in them.
         """
-        return [row for row, _ in read_rows(self.folder / _METRICS)]
+        return [row for row, _ in read_rows(self.folder / f"{log}.jsonl")]
 
-    def append_metrics(self, recipe: Recipe) -> RowLog | NoRows:
-        """Opens metrics.jsonl for more rows of a recipe; a context manager."""
-        return self._append(_METRICS, recipe)
+    def append(self, log: Log, recipe: Recipe) -> RowLog | NoRows:
+        """Opens a log for more rows of a recipe; a context manager.
 
-    def moments(self) -> list[dict[str, Any]]:
-        """Returns the rows of moments.jsonl, without an incomplete last line."""
-        return [row for row, _ in read_rows(self.folder / _MOMENTS)]
-
-    def append_moments(self, recipe: Recipe) -> RowLog | NoRows:
-        """Opens moments.jsonl for more rows of a recipe; a context manager."""
-        return self._append(_MOMENTS, recipe)
-
-    def _append(self, name: str, recipe: Recipe) -> RowLog | NoRows:
-        path = self.folder / name
-        return NoRows(path) if self._follows else RowLog(path, recipe)
-
-    def health(self) -> list[dict[str, Any]]:
-        """Returns the rows of health.jsonl, without an incomplete last line."""
-        return [row for row, _ in read_rows(self.folder / _HEALTH)]
-
-    def append_health(self, recipe: Recipe) -> RowLog | NoRows:
-        """Opens health.jsonl for more rows of a recipe; a context manager.
-
-        The file exists only if there were or can be reports.
+        health.jsonl exists only if there were or can be reports.
         """
-        path = self.folder / _HEALTH
-        if self.settings.health_every is None and not path.exists():
-            return NoRows(path)
-        return self._append(_HEALTH, recipe)
+        path = self.folder / f"{log}.jsonl"
+        reports = self.settings.health_every is not None or path.exists()
+        writes = not self._follows and (log != "health" or reports)
+        return RowLog(path, recipe) if writes else NoRows(path)
 
     def _drop_unsaved_rows(self) -> None:
         """Drops the rows of all logs after each recipe's checkpoint.
@@ -272,7 +251,7 @@ class Run:
             with self.checkpoints(recipe) as checkpoints:
                 saved[recipe] = checkpoints.progress()
         last = {recipe: progress.step for recipe, progress in saved.items()}
-        for path in (self.folder / name for name in (_METRICS, _MOMENTS, _HEALTH)):
+        for path in (self.folder / f"{log}.jsonl" for log in get_args(Log)):
             if path.name != _HEALTH:
                 path.touch()
             rows = list(read_rows(path))
@@ -378,10 +357,6 @@ def read_settings(folder: Path) -> Settings:
 
 def _read_record(folder: Path, kind: type[Settings]) -> dict[str, Any]:
     """Returns the contents of run.json without the checksum.
-
-    Args:
-      folder: The run's folder.
-      kind: The type of its settings.
 
     Raises:
       ValueError: If the file is damaged.

@@ -242,28 +242,54 @@ class Preset:
     settings: Settings
 
 
-def _small(**shape: int) -> llama.LlamaConfig:
-    return llama.LlamaConfig(vocab_size=BYTES_VOCAB_SIZE, tie_embeddings=True, **shape)
-
-
-def _large(preset: str, **settings: Any) -> Preset:
-    """Returns a preset of a published shape, with a batch that fits on one device."""
-    defaults = dict(eval_every=500, eval_batches=32, save_every=500, warmup_steps=1000)
-    return Preset(
-        model=llama.CONFIGS[preset],
-        settings=Settings(preset=preset, **defaults | settings),
+def _small(
+    hidden: int, intermediate: int, *, layers: int, heads: int, kv_heads: int
+) -> llama.LlamaConfig:
+    return llama.LlamaConfig(
+        vocab_size=BYTES_VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        tie_embeddings=True,
     )
 
 
+def _large(preset: str, steps: int, batch_size: int, seq_len: int, lr: float) -> Preset:
+    """Returns a preset of a published shape, with a batch that fits on one device."""
+    return Preset(
+        model=llama.CONFIGS[preset],
+        settings=Settings(
+            preset=preset,
+            steps=steps,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            lr=lr,
+            param_dtype="float32" if preset in _FLOAT32 else "bfloat16",
+            eval_every=500,
+            eval_batches=32,
+            save_every=500,
+            warmup_steps=1000,
+        ),
+    )
+
+
+# Published shapes: steps, sequences of a step, their tokens and the peak rate.
+_LARGE = {
+    "124m": (10_000, 32, 1024, 6e-4),
+    "300m": (10_000, 32, 1024, 4e-4),
+    "moe-300m": (10_000, 32, 1024, 4e-4),
+    "olmo-1b": (50_000, 8, 2048, 4e-4),
+    "llama2-7b": (50_000, 2, 2048, 3e-4),
+    "llama2-13b": (50_000, 1, 2048, 3e-4),
+    "llama3-8b": (50_000, 2, 8192, 3e-4),
+    "llama-30b": (50_000, 1, 2048, 1.5e-4),
+}
+_FLOAT32 = ("124m", "300m", "moe-300m", "olmo-1b")
 PRESETS: dict[str, Preset] = {
     "cpu": Preset(
-        model=_small(
-            hidden_size=128,
-            intermediate_size=384,
-            num_layers=4,
-            num_heads=4,
-            num_kv_heads=2,
-        ),
+        model=_small(128, 384, layers=4, heads=4, kv_heads=2),
         settings=Settings(
             preset="cpu",
             steps=600,
@@ -278,13 +304,7 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "tiny": Preset(
-        model=_small(
-            hidden_size=64,
-            intermediate_size=128,
-            num_layers=2,
-            num_heads=2,
-            num_kv_heads=1,
-        ),
+        model=_small(64, 128, layers=2, heads=2, kv_heads=1),
         settings=Settings(
             preset="tiny",
             steps=20,
@@ -296,43 +316,7 @@ PRESETS: dict[str, Preset] = {
             save_every=5,
         ),
     ),
-    "124m": _large("124m", steps=10_000, batch_size=32, seq_len=1024, lr=6e-4),
-    "300m": _large("300m", steps=10_000, batch_size=32, seq_len=1024, lr=4e-4),
-    "moe-300m": _large("moe-300m", steps=10_000, batch_size=32, seq_len=1024, lr=4e-4),
-    "olmo-1b": _large("olmo-1b", steps=50_000, batch_size=8, seq_len=2048, lr=4e-4),
-    "llama2-7b": _large(
-        "llama2-7b",
-        steps=50_000,
-        batch_size=2,
-        seq_len=2048,
-        lr=3e-4,
-        param_dtype="bfloat16",
-    ),
-    "llama2-13b": _large(
-        "llama2-13b",
-        steps=50_000,
-        batch_size=1,
-        seq_len=2048,
-        lr=3e-4,
-        param_dtype="bfloat16",
-    ),
-    "llama3-8b": _large(
-        "llama3-8b",
-        steps=50_000,
-        batch_size=2,
-        seq_len=8192,
-        lr=3e-4,
-        param_dtype="bfloat16",
-    ),
-    "llama-30b": _large(
-        "llama-30b",
-        steps=50_000,
-        batch_size=1,
-        seq_len=2048,
-        lr=1.5e-4,
-        param_dtype="bfloat16",
-    ),
-}
+} | {preset: _large(preset, *sizes) for preset, sizes in _LARGE.items()}
 
 
 def model_config(

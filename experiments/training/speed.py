@@ -21,10 +21,6 @@ def flops_per_token(config: llama.LlamaConfig, seq_len: int) -> int:
     Weights count six times: a multiplication and an addition, in forward and twice in
     backward. The head is a weight, the embedding is not. A token attends to half of the
     sequence in the mean. Recomputation is no work of the model.
-
-    Args:
-      config: The model's shape.
-      seq_len: The number of tokens of a sequence.
     """
     head_dim = config.head_dim or config.hidden_size // config.num_heads
     attended = config.num_heads * head_dim

@@ -191,12 +191,7 @@ class ModelTrainer(abc.ABC):
         return nnx.merge_state(state.histories, self.constants)
 
     def shares(self, batch: Any, count: int) -> Float32[Array, " count"]:
-        """Returns the share of each of `count` microbatches in the batch's loss.
-
-        Args:
-          batch: The microbatches, stacked along a first axis.
-          count: Their number.
-        """
+        """Returns the share of each of `count` microbatches in the batch's loss."""
         del batch
         return jnp.full(count, 1 / count, jnp.float32)
 

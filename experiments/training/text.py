@@ -163,10 +163,6 @@ class TextCodec:
 def text_codec(vocab_size: int | None = None, cache: Path | None = None) -> TextCodec:
     """Returns the codec of bytes, or of the BPE that a run has saved in `cache`.
 
-    Args:
-      vocab_size: The largest vocabulary size of the BPE.
-      cache: The file of the BPE; None means bytes.
-
     Raises:
       ValueError: If the file is no byte-level BPE of at most `vocab_size` tokens.
     """

@@ -99,14 +99,7 @@ class Data(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The material of scenes and questions.
-
-    Attributes:
-      train: The pictures for training.
-      test: The pictures for tests.
-      known: The names of all things.
-      vocabulary: The vocabulary.
-    """
+    """The pictures of scenes, the names of all things, and the vocabulary."""
 
     train: pictures.Pictures
     test: pictures.Pictures

@@ -43,12 +43,6 @@ def ask(
     """Returns a question of a kind, or None if the scene allows none.
 
     Half of the questions for presence have the answer "no".
-
-    Args:
-      rng: The source of randomness.
-      scene: The scene.
-      kind: The kind of question.
-      all_names: The names of all drawings and digits.
     """
     thing = scene.things[rng.integers(len(scene.things))]
     match kind:

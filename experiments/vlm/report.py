@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from experiments.common import tables
 from experiments.common.answers import ALL
 from experiments.common.paper import TABLE_5, TABLE_5_COLUMNS
 from experiments.common.results import Bar
-from experiments.common.style import RECIPE_COLORS, framed
+from experiments.common.style import draw_shares, framed
 from experiments.common.tables import Column, by_column, new_table
 from experiments.training.plots import draw_curves
 from experiments.vlm.data import Examples
@@ -127,22 +128,15 @@ def draw_accuracies(results: Results) -> Figure:
     """Draws accuracies by kind of question, with their intervals."""
     drawn = Figure(figsize=(8, 3.2), layout="constrained", dpi=150)
     axes = drawn.subplots()
-    kinds, recipes = (*KINDS, ALL), _by_recipe(results)
-    for offset, (recipe, cells) in enumerate(recipes.items()):
-        rows = [cells[kind] for kind in kinds]
-        shares = np.array([row["accuracy_percent"] for row in rows])
-        low = shares - [row["accuracy_low_percent"] for row in rows]
-        high = [row["accuracy_high_percent"] for row in rows] - shares
-        width = 0.8 / len(recipes)
-        places = np.arange(len(kinds)) + (offset - (len(recipes) - 1) / 2) * width
-        style = {"color": RECIPE_COLORS[recipe], "label": recipe}
-        error = {"elinewidth": 0.8, "ecolor": "0.3"}
-        # Rounding may leave ends of an interval within the share by 1e-14.
-        ends = np.maximum([low, high], 0)
-        axes.bar(places, shares, width, yerr=ends, error_kw=error, **style)
-    axes.set_xticks(np.arange(len(kinds)), kinds)
+    kinds = (*KINDS, ALL)
+    names = ("accuracy", "accuracy_low", "accuracy_high")
+    ends = itemgetter(*(f"{name}_percent" for name in names))
+    shares = {
+        recipe: [ends(cells[kind]) for kind in kinds]
+        for recipe, cells in _by_recipe(results).items()
+    }
+    draw_shares(axes, shares, kinds)
     axes.set_ylabel("right answers, %")
-    axes.legend(frameon=False, ncols=len(recipes), loc="upper right")
     axes.set_ylim(0, 115)
     framed(axes, grid=None)
     return drawn

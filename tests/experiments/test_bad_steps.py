@@ -202,7 +202,7 @@ def test_a_rollback_leaves_the_batches_out(recipe, bad, left_out, corpus, tmp_pa
     assert [row["loss"] for row in rows] == losses
     assert [row["step"] for row in rows if "val_loss" in row] == [6, 12]
     assert _final_bits(out, recipe) == expected_bits
-    moments = runs.Run.resume(out, {}).moments()
+    moments = runs.Run.resume(out, {}).rows("moments")
     steps = [6, 12] if recipe == "coat" else []
     assert sorted({row["step"] for row in moments}) == steps
     assert len({(r["step"], r["parameter"], r["moment"]) for r in moments}) == len(

@@ -71,13 +71,6 @@ def test_a_process_gives_way_or_takes_memory(monkeypatch):
         assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
 
 
-def test_presets_are_the_benchmarks_models():
-    assert model_step.ModelSize.of("llama2-7b") == model_step.ModelSize()
-    actual = model_step.ModelSize.of("llama2-13b")
-    sizes = (actual.hidden, actual.intermediate, actual.layers, actual.heads)
-    assert sizes == (5120, 13_824, 40, 40)
-
-
 def _step(case, batch, rate, peak=10.0, commit="first"):
     row = {"case": case, "batch": batch, "tokens_per_s": rate, "peak_gib": peak}
     return row | {"commit": commit} | dataclasses.asdict(model_step.ModelSize())
@@ -123,29 +116,6 @@ def test_rows_join_and_bars_compare_them():
     again = bench_e2e.joined(rows, _step("bf16", 2, 9_000.0, commit="second"))
     again = bench_e2e.with_ratios(again)
     assert [row.get("ratio_to_bf16") for row in again if row["batch"] == 2] == [1, 1.8]
-
-
-def test_rows_of_two_gpus_stand_beside_one():
-    def step(case, gpus, rate, batch=8):
-        row = _step(case, batch, rate)
-        return row | {"gpus": gpus, "layers": 12, "mesh": f"fsdp={gpus}"}
-
-    rows = []
-    for row in (
-        step("bf16", 2, 50_000.0, batch=4),
-        step("coat", 1, 60_000.0),
-        step("coat", 2, 114_000.0),
-    ):
-        rows = bench_e2e.with_ratios(bench_e2e.joined(rows, row))
-    one, two = rows[1:]
-    assert "ratio_to_best_bf16" not in one  # No row of BF16 is on one GPU.
-    assert two["ratio_to_one_gpu"] == pytest.approx(0.95)
-    assert two["ratio_to_best_bf16"] == pytest.approx(2.28)
-    assert {b.name: (round(b.measured, 3), b.holds) for b in bench_e2e.bars(rows)} == {
-        "two GPUs, coat, batch 8 a GPU: tokens/s a GPU / one's": (0.95, True),
-        "two GPUs, coat, its best / BF16's best": (2.28, True),
-    }
-    assert "2 x 8" in text_of(bench_e2e.table(rows))
 
 
 def test_bars_of_four_gpus_depend_on_the_kind():

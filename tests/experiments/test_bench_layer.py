@@ -3,7 +3,6 @@
 import collections
 import json
 import sys
-import time
 from functools import partial
 
 import jax
@@ -36,6 +35,10 @@ def test_shapes_are_the_papers():
         (2048, 4096),
     ]
     assert shape.unit == 64 * 2**20
+    args = bench_layer.parser().parse_args(["--hidden", "1024", "--kv-heads", "2"])
+    assert bench_layer.shapes(args)[0] == Shape(
+        hidden=1024, seq=2048, batch=4, intermediate=2816, kv_heads=2, head_dim=128
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +65,20 @@ def test_rows_of_other_shapes_are_kept():
     assert after == [*before[:2], *other, *before[2:]]
 
 
-def test_turns_are_as_long_as_asked():
-    calls = collections.Counter()
+def test_turns_are_as_long_as_asked(monkeypatch):
+    """A clock that only calls move, since a busy machine sleeps for longer."""
+    clock, calls = [0.0], collections.Counter()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
-    def sleeping(name, seconds):
-        def call():
-            calls[name] += 1
-            time.sleep(seconds)
+    def lasting(seconds):
+        clock[0] += seconds
+        calls[seconds] += 1
 
-        return call
-
-    short, long = sleeping("short", 0.002), sleeping("long", 0.02)
-    actual = timing.in_turns([short, long], calls=2, rounds=3, round_s=0.02)
-    assert 0.002 <= actual[0] < actual[1]
+    both = [partial(lasting, 0.002), partial(lasting, 0.02)]
+    actual = timing.in_turns(both, calls=2, rounds=3, round_s=0.02)
+    assert actual == pytest.approx([0.002, 0.02])
     # Calls: one to begin with, two to measure the time of a call, and three rounds.
-    assert calls["short"] > 3 + 3 * 2
-    assert calls["long"] == 3 + 3 * 2
+    assert calls == {0.002: 3 + 3 * 10, 0.02: 3 + 3 * 2}
 
 
 @pytest.mark.slow
@@ -236,10 +237,3 @@ def test_files_of_other_devices_are_left_alone(bench, tmp_path, monkeypatch, cap
         bench.main()
     assert "results.json is of NVIDIA Z9, this is" in capsys.readouterr().err
     assert out.read_text() == recorded
-
-
-def test_shapes_name_their_heads():
-    args = bench_layer.parser().parse_args(["--hidden", "1024", "--kv-heads", "2"])
-    assert bench_layer.shapes(args)[0] == Shape(
-        hidden=1024, seq=2048, batch=4, intermediate=2816, kv_heads=2, head_dim=128
-    )

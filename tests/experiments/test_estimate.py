@@ -1,6 +1,5 @@
 """Tests the programs that predict memory, and their comparison with measured peaks."""
 
-import argparse
 import json
 
 import pytest
@@ -18,6 +17,10 @@ from experiments.training.text import BYTES_VOCAB_SIZE
 _SMALL = "--preset 124m --layers 2 --vocab-size 512 --sequence 128 --recipes bf16 coat"
 
 
+def _batch_of_2(row):
+    return _one_gpu(row) and row["batch"] == 2
+
+
 def _one_gpu(row):
     return row["of"] == "bench_e2e" and row["case"] in ("coat", "te")
 
@@ -26,7 +29,9 @@ def _four_gpus(row):
     return row.get("gpus", 1) == 4 and row["case"] == "coat"
 
 
-@pytest.mark.parametrize(("chosen", "count"), [(_one_gpu, 6), slow(_four_gpus, 11)])
+@pytest.mark.parametrize(
+    ("chosen", "count"), [(_batch_of_2, 2), slow(_one_gpu, 6), slow(_four_gpus, 11)]
+)
 def test_predictions_are_within_a_twentieth_of_measured_peaks(chosen, count):
     rows = [measured.end_to_end(r) for r in measured.measured_steps() if chosen(r)]
     assert len(rows) == count
@@ -95,14 +100,9 @@ def test_the_figure_has_a_bar_for_each_recipe_and_kind():
     widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
     assert widths == [[3, 3], [1, 1]]
     assert {text.get_text() for text in axes.texts} == {"75%", "25%", " 4.0"}
-    figure.draw_without_rendering()
     [legend] = figure.legends
-    assert [text.get_text() for text in legend.texts] == [
-        "parameters",
-        "saved activations",
-    ]
-    actual, complete = legend.get_window_extent(), figure.bbox
-    assert complete.y0 <= actual.y0 < actual.y1 < axes.get_tightbbox().y0
+    names = [text.get_text() for text in legend.texts]
+    assert names == ["parameters", "saved activations"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_figure_has_a_bar_for_each_recipe_and_kind():
         ("--mesh fsdp", "'fsdp'"),
         ("--mesh fsdp=0", "'fsdp=0'"),
         ("--mesh fsdp=2,fsdp=2", "'fsdp=2,fsdp=2'"),
-        ("--mesh pipeline=2", "'pipeline'"),
+        ("--mesh pipeline=2", "pipelines of layers are not supported"),
         ("--mesh fsdp=2 --batch 3", "got 3"),
         ("--mesh tensor=5", "got 5"),
         ("--batch 0", "got 0"),
@@ -131,12 +131,6 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(argv, message, tmp_path, c
     assert message in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_a_mesh_is_read_in_order():
-    assert estimate.mesh_of("data=2,tensor=4") == {"data": 2, "tensor": 4}
-    with pytest.raises(argparse.ArgumentTypeError):
-        estimate.mesh_of("")
 
 
 def test_gpus_split_the_state_of_a_released_step():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.main_job import untrained
 
 from experiments.common.results import read_results
 from experiments.finetune import program, settings, training
@@ -214,7 +215,8 @@ def test_exact_match_counts_right_results(monkeypatch):
         (["--preset", "tiny", "--seq-len", "20"], "must fit into --seq-len 20, but it"),
     ],
 )
-def test_bad_input_is_one_line(base, tmp_path, capsys, flags, message):
+def test_bad_input_is_one_line(tmp_path, capsys, flags, message):
+    base = untrained(tmp_path / "base", recipes=("bf16",))
     flags = [str(base) if flag == "BASE" else flag for flag in flags]
     code = program.main([*flags, "--out", str(tmp_path / "run")])
     output = capsys.readouterr().err.strip()

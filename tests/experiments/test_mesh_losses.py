@@ -41,12 +41,6 @@ def test_bars_are_of_early_steps_or_of_validation(recipe, factor, val_factor, ho
     assert [bar.holds for bar in actual] == [holds] * len(MESHES)
 
 
-def test_curves_are_drawn(tmp_path):
-    curves = {"bf16": _curves(1e-5, 1.0), "coat": _curves(1e-3, 1.0)}
-    mesh_losses.plot(curves, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_other_devices_are_refused(capsys, monkeypatch):
     monkeypatch.setattr(mesh_losses.jax, "devices", lambda: [None])
     with pytest.raises(SystemExit, match="2"):

@@ -158,6 +158,7 @@ def test_utilization_needs_a_known_device(monkeypatch):
     assert speed.utilization(1e3, 10**9, 2) == pytest.approx(0.5)
 
 
+@pytest.mark.usefixtures("shared_trainers")
 def test_an_end_of_memory_is_one_line(tmp_path, monkeypatch, capsys):
     text = write_letters(tmp_path / "text.txt")
     monkeypatch.setattr(job, "seconds_per_step", lambda *_: 1.0)

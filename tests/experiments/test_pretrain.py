@@ -106,7 +106,7 @@ def test_a_summary_says_where_a_run_ran(finished, tmp_path, monkeypatch):
 
 
 def test_a_run_leaves_what_becomes_of_fp8_moments(finished):
-    rows = runs.Run.resume(finished, {}).moments()
+    rows = runs.Run.resume(finished, {}).rows("moments")
     assert {(row["recipe"], row["step"]) for row in rows} == {
         ("coat", step) for step in (10, 20, 30)
     }

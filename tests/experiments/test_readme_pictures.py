@@ -28,14 +28,6 @@ def test_memory_is_that_of_the_headline():
     assert labels[1] == "bf16,\nproducts and attention saved\nbatch 8"
 
 
-def test_speed_is_that_of_the_headline():
-    rows = pages.headline_rows()
-    [axes] = pictures.draw_speed(rows).axes
-    rates = [row["tokens_per_s"] for row in rows]
-    assert [end for [end] in bars(axes)] == pytest.approx(rates)
-    assert [text.get_text() for text in axes.texts] == [f" {r:,.0f}" for r in rates]
-
-
 def test_the_readme_shows_memory_speed_and_losses():
     readme = (pages.PROJECT / "README.md").read_text()
     shown = [

@@ -1,7 +1,6 @@
 """Tests that a run can be resumed with more steps and with a few other settings."""
 
 import dataclasses
-import functools
 import json
 import shutil
 
@@ -18,33 +17,15 @@ from helpers.main_job import (
 )
 
 from experiments.pretrain import program as pretrain
-from experiments.training import job, plots, runs
-from experiments.training import trainer as training
-from experiments.training.settings import Settings, model_config
+from experiments.training import plots, runs
+from experiments.training.settings import Settings
+from experiments.training.trainer import Trainer
 
 _STEPS, _MORE = 9, 14
 _ARGV = ["--preset", "tiny", "--save-every", "4", "--steps", str(_STEPS)]
 _ARGV += ["--eval-every", "6", "--eval-batches", "1"]
 
-
-@functools.cache
-def _trainer(recipe):
-    settings = _settings()
-    return training.Trainer(model_config(settings, recipe, 257), settings, steps=_STEPS)
-
-
-def _trainer_for(config, settings, *, steps, mesh):
-    """Returns a recipe's trainer; each run has the schedule it was started with."""
-    assert (steps, mesh) == (_STEPS, None)
-    return _trainer(config.recipe)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "Trainer", _trainer_for)
-        patch.setattr(job, "seconds_per_step", lambda *_: 1.0)
-        yield
+pytestmark = pytest.mark.usefixtures("shared_trainers")
 
 
 def _nine_steps(folder, *flags):
@@ -55,13 +36,13 @@ def _nine_steps(folder, *flags):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, shared_trainers):
     """The folder of a run of nine steps."""
     return _nine_steps(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
-def finished_in_bf16(tmp_path_factory):
+def finished_in_bf16(tmp_path_factory, shared_trainers):
     """The folder of a run of nine steps with one recipe, which compiles sooner."""
     return _nine_steps(tmp_path_factory.mktemp("runs"), "--recipes", "bf16")
 
@@ -80,19 +61,14 @@ def _settings(**changes) -> Settings:
     return tiny(steps=_STEPS, **changes)
 
 
-def _final_bits(folder, recipe):
-    return bits(final_state(folder, recipe, _trainer(recipe)))
-
-
 @pytest.mark.slow
 def test_a_finished_run_trains_longer(finished, copied, tmp_path, monkeypatch):
     initial = (finished / "metrics.jsonl").read_text()
     killed = shutil.copytree(finished, tmp_path / "killed")
     assert resume(copied, "--steps", str(_MORE)) == 0
     with monkeypatch.context() as patch:
-        on_call(
-            patch, training.Trainer, "step", 8
-        )  # The third one of the second recipe.
+        # The third step of the second recipe.
+        on_call(patch, Trainer, "step", 8)
         with pytest.raises(Killed):
             resume(killed, "--steps", str(_MORE))
     assert resume(killed) == 0
@@ -109,7 +85,7 @@ def test_a_finished_run_trains_longer(finished, copied, tmp_path, monkeypatch):
         last = settings.end_lr * settings.lr
         rates = [row["lr"] for row in rows[_STEPS:]]
         assert rates == pytest.approx([last] * (_MORE - _STEPS))
-        assert _final_bits(killed, recipe) == _final_bits(copied, recipe)
+        assert bits(final_state(killed, recipe)) == bits(final_state(copied, recipe))
     summary = json.loads((copied / "summary.json").read_text())
     assert (summary["steps"], summary["schedule_steps"]) == (_MORE, _STEPS)
     record = json.loads((copied / "run.json").read_text())
@@ -123,7 +99,7 @@ def test_an_unfinished_run_trains_longer(finished, tmp_path, monkeypatch):
     data = json.loads((finished / "run.json").read_text())["settings"]["data"][0]
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        on_call(patch, training.Trainer, "step", _STEPS + 6)
+        on_call(patch, Trainer, "step", _STEPS + 6)
         with pytest.raises(Killed):
             pretrain.main([*_ARGV, "--data", data, "--out", str(out)])
     assert resume(out, "--steps", str(_MORE)) == 0

@@ -2,12 +2,15 @@
 
 import json
 
+import jax
 import pytest
+from helpers.main_job import untrained, write_letters
 
 from experiments.finetune import settings as finetuning
 from experiments.pretrain import program as pretrain
 from experiments.training import arguments, runs
 from experiments.training.settings import PRESETS, Settings, model_config
+from experiments.training.trainer import Trainer
 
 
 def _config(*flags):
@@ -61,19 +64,20 @@ def test_sizes_that_do_not_fit_are_refused_on_one_line(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, shared_trainers):
-    """The folder of a run of one step with one layer."""
-    folder = tmp_path_factory.mktemp("runs")
-    (folder / "text.txt").write_bytes(bytes(range(97, 123)) * 1000)
-    argv = ["--preset", "tiny", "--layers", "1", "--recipes", "bf16", "--steps", "1"]
-    argv += ["--data", str(folder / "text.txt"), "--out", str(folder / "run")]
-    assert pretrain.main(argv) == 0
-    return folder / "run"
+_ONE_LAYER = ["--preset", "tiny", "--layers", "1", "--recipes", "bf16", "--steps", "1"]
 
 
-def test_a_run_trains_and_records_its_sizes(run):
-    summary = json.loads((run / "summary.json").read_text())
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run with one layer, which has not trained yet."""
+    return untrained(tmp_path / "run", layers=1, recipes=("bf16",))
+
+
+@pytest.mark.slow
+def test_a_run_trains_and_records_its_sizes(tmp_path):
+    data, out = write_letters(tmp_path / "text.txt"), tmp_path / "run"
+    assert pretrain.main([*_ONE_LAYER, "--data", str(data), "--out", str(out)]) == 0
+    summary = json.loads((out / "summary.json").read_text())
     assert (summary["preset"], summary["sizes"]) == ("tiny", {"layers": 1})
     model = PRESETS["tiny"].model
     layer = model.hidden_size * (
@@ -84,6 +88,13 @@ def test_a_run_trains_and_records_its_sizes(run):
     norms = 3 * model.hidden_size
     embedding = 384 * model.hidden_size
     assert summary["rows"][0]["parameters"] == layer + norms + embedding
+
+
+def test_the_trained_model_has_the_sizes_of_the_run(run):
+    settings = runs.read_settings(run)
+    trainer = Trainer(model_config(settings, "bf16", 257), settings, steps=1)
+    shapes = trainer.abstract_state().params["layers"]
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(shapes)} == {1}
 
 
 def test_a_resumed_run_keeps_its_sizes(run, capsys):

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 from helpers.kills import Killed, on_call
+from helpers.main_job import write_letters
 from tensorboardX.proto.event_pb2 import Event
 
 from experiments.pretrain import program as pretrain
@@ -46,16 +47,21 @@ def test_dropped_steps_are_hidden(tmp_path):
     assert losses == {1: 1.0, 2: 7.0}
 
 
-def test_a_run_and_its_resume_write_all_rows(tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_bytes(bytes(range(97, 123)) * 1000)
-    flags = ["--preset", "tiny", "--recipes", "bf16", "--steps", "4", "--tensorboard"]
-    flags += ["--eval-every", "2", "--save-every", "2", "--health-every", "3"]
-    folder = tmp_path / "run"
+@pytest.fixture
+def command(tmp_path):
+    """A command line without `--tensorboard`, and the folder of its run."""
+    text = write_letters(tmp_path / "text.txt")
+    flags = ["--preset", "tiny", "--recipes", "bf16", "--steps", "4", "--eval-every"]
+    flags += ["2", "--save-every", "2", "--health-every", "3", "--data", str(text)]
+    return [*flags, "--out", str(tmp_path / "run")], tmp_path / "run"
+
+
+def test_a_run_and_its_resume_write_all_rows(command, monkeypatch):
+    flags, folder = command
     with monkeypatch.context() as patch:
         on_call(patch, Board, "write", 3)
         with pytest.raises(Killed):
-            pretrain.main([*flags, "--data", str(text), "--out", str(folder)])
+            pretrain.main([*flags, "--tensorboard"])
     assert pretrain.main(["--resume", str(folder), "--tensorboard"]) == 0
     events = list(_events(folder / "tensorboard" / "bf16"))
     values = {(step, tag): value for step, tag, value in events}
@@ -66,15 +72,10 @@ def test_a_run_and_its_resume_write_all_rows(tmp_path, monkeypatch):
     assert any(tag.endswith("amax") for step, tag in values if step == 3)
 
 
-def test_a_run_without_the_flag_writes_nothing(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_bytes(bytes(range(97, 123)) * 1000)
-    flags = ["--preset", "tiny", "--recipes", "bf16", "--steps", "1"]
-    assert (
-        pretrain.main([*flags, "--data", str(text), "--out", str(tmp_path / "run")])
-        == 0
-    )
-    assert not (tmp_path / "run" / "tensorboard").exists()
+def test_a_run_without_the_flag_writes_nothing(command):
+    flags, folder = command
+    assert pretrain.main(flags) == 0
+    assert not (folder / "tensorboard").exists()
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path, capsys):

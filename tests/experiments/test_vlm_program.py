@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.common.intervals import wilson
-from experiments.pages import training as sections
+from experiments.common.answers import points
 from experiments.vlm import (
     data,
     intervals,
@@ -191,22 +190,14 @@ def trained():
     actual, settings = tiny_data(), dataclasses.replace(TINY, steps=100, lr=1e-2)
     trainer = new_trainer(settings, "bf16", len(actual.vocabulary.words))
     state, stream = trainer.init(0), data.batches(actual, settings, 0)
-    losses = []
     for _ in range(settings.steps):
-        state, metrics = trainer.step(state, next(stream))
-        losses.append(float(metrics.loss))
-    return trainer, state, losses
-
-
-@pytest.mark.slow
-def test_training_lowers_the_loss():
-    losses = trained()[2]
-    assert np.mean(losses[-5:]) < 0.7 * losses[0]
+        state, _ = trainer.step(state, next(stream))
+    return trainer, state
 
 
 @pytest.mark.slow
 def test_an_answer_is_right_if_greedy_decoding_writes_it():
-    trainer, state, _ = trained()
+    trainer, state = trained()
     batch = tiny_data().test.batch(np.arange(12))
     prompts = data.prompt_length(batch.is_answer)
     short = np.flatnonzero(batch.is_answer.sum(axis=1) < 6)
@@ -228,18 +219,14 @@ def test_images_lie_between_minus_one_and_one():
 # Intervals.
 
 
-@pytest.mark.parametrize(("right", "count"), [(0, 10), (7, 10), (431, 600), (9, 9)])
-def test_intervals_of_shares(right, count):
-    expected = stats.binomtest(right, count).proportion_ci(method="wilson")
-    assert wilson(right, count) == pytest.approx(expected, abs=1e-6)
-
-
 def test_intervals_of_paired_differences():
     rng = np.random.default_rng(0)
     of_case, other = rng.integers(0, 2, (2, 400)).astype(float)
-    error = stats.sem(of_case - other)
-    expected = stats.norm.interval(0.95, np.mean(of_case) - np.mean(other), error)
-    assert intervals.paired(of_case, other)[1:] == pytest.approx(expected)
+    error = 100 * stats.sem(of_case - other)
+    mean, half = points(of_case[None], other[None])
+    assert mean == pytest.approx(100 * (np.mean(of_case) - np.mean(other)))
+    expected = stats.norm.interval(0.95, mean, error)
+    assert (mean - half, mean + half) == pytest.approx(expected)
 
 
 def test_summary_compares_question_by_question():
@@ -310,20 +297,6 @@ def test_figures_and_tables_of_results(finished):
     for table in (report.accuracies, report.differences, report.costs):
         assert table(actual).row_count == (1 if table is report.differences else 2)
     assert report.paper().row_count == 3
-
-
-@pytest.mark.slow
-def test_the_page_of_results_shows_what_a_gpu_has_measured(finished, monkeypatch):
-    actual = json.loads(finished.read_text())
-    monkeypatch.setattr(sections, "load", lambda *names: actual)
-    header, _, *rows = sections.vision_language().splitlines()[2:6]
-    assert header.count("|") == len(questions.KINDS) + 5
-    assert [row.split("|")[1].strip() for row in rows] == ["`bf16`", "`coat`"]
-    for row, recipe in zip(rows, actual["rows"], strict=True):
-        share = 100 * recipe["right"].count("1") / TINY.test_questions
-        cells = [cell.strip() for cell in row.split("|")]
-        assert cells[2] == f"{recipe['test_loss']:.4f}"
-        assert cells[-3] == f"{share:.1f}"
 
 
 def test_bars_need_questions_and_seeds():

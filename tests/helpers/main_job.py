@@ -9,13 +9,17 @@ import jax
 import numpy as np
 
 from experiments.pretrain import program as pretrain
-from experiments.training import runs
+from experiments.training import job, runs
 from experiments.training.settings import PRESETS, Settings, model_config
-from experiments.training.trainer import Trainer
 
 
 def tiny(**changes) -> Settings:
     return dataclasses.replace(PRESETS["tiny"].settings, **changes)
+
+
+def untrained(folder: Path, **changes) -> Path:
+    """Returns the folder of a run that has trained no step."""
+    return runs.Run.create(folder, tiny(**changes), "data").folder
 
 
 def write_letters(path: Path, count=20_000) -> Path:
@@ -49,7 +53,7 @@ def final_state(folder, recipe, trainer=None):
     run = runs.Run.resume(folder, {})
     if trainer is None:
         config = model_config(run.settings, recipe, 257)
-        trainer = Trainer(config, run.settings, steps=run.steps)
+        trainer = job.Trainer(config, run.settings, steps=run.schedule_steps)
     with run.checkpoints(recipe) as checkpoints:
         assert checkpoints.progress().step == run.steps
         return checkpoints.state(trainer.abstract_state())

@@ -4,9 +4,9 @@
 
 The command trains small models: `bf16`, and variants with one thing changed. All
 variants of a seed start from one initialization and read the data in one order, and the
-learning rate decays to zero. Every finished training is added to a file of rows at
-once. The same command goes on where another one ended, or adds seeds and variants. At
-the end it writes the results file: differences with 95% intervals, and their figure.
+learning rate decays to zero. The results file is written after every training. The
+same command goes on where another one ended, or adds seeds and variants. At the end it
+prints the differences with 95% intervals, and draws them.
 """
 
 import argparse
@@ -21,8 +21,12 @@ import jax
 from tqdm import tqdm
 
 from experiments.common.programs import new_parser, one_line
-from experiments.common.results import default_path, device, write_results
-from experiments.studies.fidelity import rows as files
+from experiments.common.results import (
+    default_path,
+    device,
+    known_rows,
+    write_results,
+)
 from experiments.studies.fidelity import summary, training
 from experiments.studies.fidelity.model import Shape
 from experiments.studies.fidelity.texts import Windows
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         study.train(started + args.seconds)
     except KeyboardInterrupt:
-        print(f"\n{study.file} keeps what is finished; the same command goes on")
+        print(f"\n{study.out} keeps what is finished; the same command goes on")
         return _CANCELLED
     summary.report(study.write(), study.out)
     for name, error in study.errors.items():
@@ -88,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         default=float("inf"),
         help="no training starts so many seconds after the program",
     )
-    add("--out", type=Path, help="results file; rows and figure go beside it")
+    add("--out", type=Path, help="results file; the figure goes beside it")
     return top  # fmt: skip
 
 
@@ -111,7 +115,7 @@ def setup_of(args: argparse.Namespace) -> training.Setup:
 
 @dataclasses.dataclass(kw_only=True)
 class Study:
-    """The trainings of a command, and their files.
+    """The trainings of a command, and their results file.
 
     Attributes:
       setup: The settings.
@@ -128,7 +132,7 @@ class Study:
     seeds: range
     data: Windows
     out: Path
-    finished: list[files.Row]
+    finished: list[dict[str, Any]]
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -147,22 +151,20 @@ class Study:
         name = f"fidelity_{args.regime}_{args.preset}"
         out = args.out or default_path("fidelity", name)
         out.parent.mkdir(parents=True, exist_ok=True)
-        data = setup.windows()
-        study = cls(
+        data, finished = setup.windows(), known_rows(out)
+        if any(row.get("setup") != setup.id(data) for row in finished):
+            raise ValueError(
+                f"{out} has other settings or data, with losses that do not compare; "
+                "name another --out"
+            )
+        return cls(
             setup=setup,
             variants=variants,
             seeds=range(args.seed, args.seed + args.seeds),
             data=data,
             out=out,
-            finished=[],
+            finished=finished,
         )
-        study.finished = files.read(study.file, setup.id(data))
-        return study
-
-    @property
-    def file(self) -> Path:
-        """The file of rows."""
-        return self.out.with_suffix(".jsonl")
 
     def train(self, until: float) -> None:
         """Runs the missing trainings, seed by seed; none starts after the time `until`.
@@ -219,7 +221,7 @@ class Study:
         windows: tuple[jax.Array, jax.Array],
         bar: tqdm,
     ) -> None:
-        """Trains once, and adds the row to both files."""
+        """Trains once, and writes the results with the new row."""
         try:
             losses = training.train(self.setup, programs, seed, windows, bar.update)
         except jax.errors.JaxRuntimeError as error:
@@ -228,7 +230,6 @@ class Study:
         of = {"setup": self.setup.id(self.data), "regime": self.setup.regime}
         row = of | {"variant": variant.name, "seed": seed} | losses
         row |= {"reference": variant.reference, "device": device()["name"]}
-        files.add(self.file, row)
         self.finished.append(row)
         self.write()
 

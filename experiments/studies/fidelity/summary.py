@@ -131,12 +131,7 @@ def table(summary: Sequence[Row], title: str, unit: str) -> Table:
 
 
 def report(results: Mapping[str, Any], out: Path) -> None:
-    """Prints the differences of a results file, and draws them next to it.
-
-    Args:
-      results: The file's contents.
-      out: The file.
-    """
+    """Prints the differences of a results file, and draws them next to it."""
     if differences := results["summary"]:
         title, unit = _title(results), _unit(results)
         figure(differences, title, unit).savefig(out.with_suffix(".png"))
@@ -155,12 +150,6 @@ def _title(results: Mapping[str, Any]) -> str:
         f"{results['regime']}: {s['shape']['layers']} layers of "
         f"{s['shape']['hidden']}, {s['steps']} steps, {tokens / 1e6:,.1f} million bytes"
     )
-
-
-def section(results: Mapping[str, Any]) -> str:
-    """Returns a results file's differences in Markdown, for a page."""
-    unit = _unit(results)
-    return tables.markdown(columns(unit), lines(results["summary"]))
 
 
 def figure(summary: Sequence[Row], title: str, unit: str) -> Figure:

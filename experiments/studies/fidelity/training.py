@@ -113,14 +113,7 @@ class Programs(NamedTuple):
 
 
 def compiled(setup: Setup, variant: Variant, train: int, test: int) -> Programs:
-    """Compiles a variant's programs.
-
-    Args:
-      setup: The settings.
-      variant: The variant.
-      train: The number of windows to train on.
-      test: The number of windows to test on.
-    """
+    """Compiles a variant's programs."""
     seed = jax.ShapeDtypeStruct((), jnp.int32)
     order = jax.ShapeDtypeStruct((setup.steps * setup.batch_size,), jnp.int32)
     init = partial(_init, setup=setup, variant=variant)
