@@ -42,8 +42,6 @@ from pallas_kernels.ops.attention.ring import (
 )
 from pallas_kernels.ops.attention.scores import Masks, scores_of, times_derivative
 
-_WAIT=False
-_W=''
 _HANDED = 2  # Tiles that one warpgroup can hand to the other ahead of time.
 
 
@@ -180,7 +178,6 @@ def _query_kernel(
             values.refill(j)
             pl.when(j > 0)(lambda: keys.refill(j - 1))
             plgpu.wgmma(acc, ds, keys.at(j))
-            _WAIT and plgpu.wgmma_wait(0)
 
         return acc[...]
 
@@ -316,7 +313,6 @@ def _key_kernel(
                     w = times_derivative(scoring, p, x)
                     handed[slot, piece] = w.astype(q.dtype)
                     plgpu.wgmma(accs[i], p.astype(q.dtype), grads.at(j, i))
-                    '0' in _W and plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(handed_filled.at[slot])
                 queries.release(j)
 
@@ -361,7 +357,6 @@ def _key_kernel(
                     w = plgpu.load(part, layout=plgpu.Layout.WGMMA)
                     ds = w.astype(jnp.float32) * (dp - delta_of)
                     plgpu.wgmma(accs[i], ds.astype(q.dtype), queries.at(j, i))
-                    '1' in _W and plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(handed_free.at[slot])
                 grads.release(j)
                 pl.when(j > 0)(lambda: queries.refill(j - 1))

@@ -64,31 +64,30 @@ class Masks:
                 at_edge |= least <= -window
         return lax.cond(
             at_edge,
-            lambda scores: self._near(scores, query - key, instead),
+            lambda scores: self._near(scores, query, key, instead),
             lambda scores: scores,
             scores,
         )
 
-    def _near(self, scores: Array, offset: Array, instead: float) -> Array:
-        """Masks scores by the distances of their queries to their keys."""
+    def _near(self, scores: Array, query: Array, key: Array, instead: float) -> Array:
+        """Masks scores by the positions of their queries and keys."""
 
-        def index(axis):
+        def positions(start, axis):
             layout = plgpu.Layout.WGMMA
-            return plgpu.broadcasted_iota(
+            return start + plgpu.broadcasted_iota(
                 jnp.int32, scores.shape, axis, layout=layout
             )
 
-        distance = index(self.query_axis) - index(1 - self.query_axis)
-        # Comparisons are with scalars, so that nothing is added for each element.
-        counts = None
+        queries = positions(query, self.query_axis)
+        keys = positions(key, 1 - self.query_axis)
         if self.scoring.causal:
-            counts = distance >= -offset
+            scores = jnp.where(queries >= keys, scores, instead)
         if self.scoring.windowed:
-            near = distance < self.window[0] - offset
-            counts = near if counts is None else counts & near
+            window = self.window[0]
+            scores = jnp.where(queries < keys + window, scores, instead)
             if not self.scoring.causal:
-                counts &= distance > -self.window[0] - offset
-        return jnp.where(counts, scores, instead)
+                scores = jnp.where(keys < queries + window, scores, instead)
+        return scores
 
     def _in_segments(
         self, scores: Array, query: Array, key: Array, instead: float
