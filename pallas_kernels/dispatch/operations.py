@@ -168,6 +168,11 @@ class Operation(abc.ABC):
         del arrays
         return None
 
+    def runs(self, *arrays: Any) -> Implementation:
+        """Returns the implementation that a call runs by default."""
+        with unexplained():
+            return _choose(self, array_types.varying_alike(arrays), None)
+
     def __call__(
         self, *arrays: Any, implementation: Implementation | None = None
     ) -> Any:

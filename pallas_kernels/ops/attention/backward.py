@@ -39,6 +39,7 @@ from pallas_kernels.ops.attention.ring import (
     ring_barriers,
     settings,
     swizzled,
+    zero_of,
 )
 from pallas_kernels.ops.attention.scores import Masks, scores_of, times_derivative
 
@@ -309,7 +310,8 @@ def _key_kernel(
                         grads.wait(j)
                     x = scores_of(scoring, x)
                     p = jnp.exp2(x - logs_of)
-                    p = masks.masked(p, at(j)[1], row + piece.start, 0.0)
+                    key = row + piece.start + zero_of(j, i)
+                    p = masks.masked(p, at(j)[1], key, 0.0)
                     w = times_derivative(scoring, p, x)
                     handed[slot, piece] = w.astype(q.dtype)
                     plgpu.wgmma(accs[i], p.astype(q.dtype), grads.at(j, i))

@@ -84,6 +84,12 @@ class Tuning:
         """Returns the default for heads of a size."""
         return _TUNED[head_dim]
 
+    @property
+    def step(self) -> int:
+        """The number of positions of which sequences must be a multiple."""
+        tiles = self.forward, self.queries, self.keys
+        return math.lcm(*(size for t in tiles for size in (t.queries, t.keys)))
+
 
 _TUNED = {
     64: Tuning(

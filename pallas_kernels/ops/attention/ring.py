@@ -47,7 +47,7 @@ class Ring:
                 pl.when(step < self.count)(lambda step=step: self._copy(step))
 
     def at(self, step: Array, use: int = 0) -> Any:
-        """Returns the stage of a tile, for one of its uses; see `resident`."""
+        """Returns the stage of a tile, for one of its uses; see `zero_of`."""
         return resident(self.smem, self._index(step), step, use)
 
     def wait(self, step: Array) -> None:
@@ -132,10 +132,14 @@ def filled(shape: tuple[int, ...], value: float, layout: Any) -> Array:
 
 
 def resident(smem: Any, index: Array | int, step: Array, use: int = 0) -> Any:
-    """Returns a tile in shared memory, as an operand in a loop over steps.
+    """Returns a tile in shared memory, as an operand in a loop over steps."""
+    return smem.at[index + zero_of(step, use)]
 
-    The index seems to depend on the step and the use. Otherwise the compiler computes
-    the addresses of all parts of the tile only once, before the loop or before the
-    first use, and spills them.
+
+def zero_of(step: Array, use: int = 0) -> Array:
+    """Returns the number 0, as if it depended on a step and a use in the step.
+
+    What the compiler knows to be the same in all steps, it computes before the loop and
+    spills: addresses of all parts of a tile, or positions of all columns.
     """
-    return smem.at[index + lax.shift_right_logical(step + use, 20)]
+    return lax.shift_right_logical(step + use, 20)
