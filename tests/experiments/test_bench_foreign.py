@@ -64,6 +64,21 @@ def test_on_hopper_a_layer_saves_each_array_once(case, attention, monkeypatch):
     np.testing.assert_allclose(report.nbytes / shape.unit, expected, rtol=1e-3)
 
 
+def test_on_hopper_gemma_2s_attention_is_saved_once():
+    """Queries, keys, values, the output, and a number for each query and head."""
+    shape = Shape(
+        hidden=4096, seq=2048, batch=4, intermediate=14_336, kv_heads=8, head_dim=128
+    )
+    with operations.traced_anew(), stand_ins.for_hopper():
+        fn, params = foreign.case_of("gemma 2", foreign.OWN, shape)
+        report = coat.residual_report(
+            lambda params, x: fn(params, -x), params, shape.input()
+        )
+    # Copies of three norms' inputs and a gate's two, with a scale for 16 elements.
+    expected = 2.5 + 1 / 64 + (3 + 2 * 3.5) * 9 / 16
+    np.testing.assert_allclose(report.nbytes / shape.unit, expected, rtol=1e-3)
+
+
 def test_causal_layers_do_not_look_ahead():
     module = LAYERS["llama"](_SHAPE, Modules(coat.fp8_dot_general, nnx.Rngs(0)))
     x = jax.random.normal(jax.random.key(0), (1, 32, 256), jnp.bfloat16)

@@ -87,9 +87,7 @@ def attention_grad(
     segment_ids: Int[Array, "b s"] | None = None,
     implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
-) -> tuple[
-    Float[Array, "b s n d"], Float[Array, "b s m d"], Float[Array, "b s m d"]
-]:
+) -> tuple[Float[Array, "b s n d"], Float[Array, "b s m d"], Float[Array, "b s m d"]]:
     """Computes the gradients of `attention` of q, k and v.
 
     Probabilities are computed again, as `exp(scores - lse)`: for `out` and `lse` of

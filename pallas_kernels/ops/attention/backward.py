@@ -65,9 +65,7 @@ def run(
     The arrays are those of `forward.run`, with its results `out` and `lse`, and the
     gradient `do` of `out`.
     """
-    delta = jnp.einsum(
-        "bsnd,bsnd->bns", out, do, preferred_element_type=jnp.float32
-    )
+    delta = jnp.einsum("bsnd,bsnd->bns", out, do, preferred_element_type=jnp.float32)
     # The probabilities of queries that attend to nothing are exp2(-inf).
     logs = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     arrays = q, k, v, do, logs, delta, window, segment_ids

@@ -35,9 +35,7 @@ def attention_grad(
     lse: Float[Array, "b m g s"],
     window: Int[Array, ""] | None,
     segment_ids: Int[Array, "b s"] | None,
-) -> tuple[
-    Float[Array, "b s m g d"], Float[Array, "b s m d"], Float[Array, "b s m d"]
-]:
+) -> tuple[Float[Array, "b s m g d"], Float[Array, "b s m d"], Float[Array, "b s m d"]]:
     """Computes the gradients of q, k and v (arXiv 2307.08691, section 2.2)."""
     scores, derivative = _scores(scoring, q, k, window, segment_ids)
     p = jnp.exp(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])

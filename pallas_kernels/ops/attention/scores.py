@@ -34,9 +34,7 @@ class Masks:
     segment_ids: Any
     query_axis: int
 
-    def masked(
-        self, scores: Array, query: Array, key: Array, instead: float
-    ) -> Array:
+    def masked(self, scores: Array, query: Array, key: Array, instead: float) -> Array:
         """Returns the scores or probabilities of a tile; others if they do not count.
 
         Only tiles at an edge of the masks are compared element by element.
