@@ -317,34 +317,25 @@ def _grouped() -> Iterator[CompiledCase]:
 
 
 def _attention() -> Iterator[CompiledCase]:
-    """Yields attention and its gradients, with every kind of masks."""
-    b, s, ids = 4, 4096, _array(4, 4096, dtype=jnp.int32)
-    for d, n, m in ((64, 16, 8), (128, 32, 8), (256, 16, 8)):
+    """Yields attention and its gradients, with several masks."""
+    b, s = 4, 4096
+    capped = {"softcap": 50.0, "window": 1024}
+    kinds = {
+        "attention": ({}, ()),
+        "attention, capped, in a window": (capped, ()),
+        "attention, capped, in a window, packed": (
+            capped,
+            (_array(b, s, dtype=jnp.int32),),
+        ),
+    }
+    for d, n, m in ((128, 32, 8), (256, 16, 8)):
         q, k = _array(b, s, n, d), _array(b, s, m, d)
         grads = q, q, k, k, q, _array(b, n, s, dtype=_F32)
-        for name, options, masks in (
-            ("", {}, ()),
-            (", not causal", {"causal": False}, ()),
-            (", softcap", {"softcap": 50.0}, ()),
-            (", window", {"window": 1024}, ()),
-            (", softcap, window", {"softcap": 50.0, "window": 1024}, ()),
-            (", packed", {}, (ids,)),
-            (", softcap, packed", {"softcap": 50.0}, (ids,)),
-            (
-                ", softcap, window, packed",
-                {"softcap": 50.0, "window": 1024},
-                (ids,),
-            ),
-            (
-                ", softcap, window, packed, not causal",
-                {"softcap": 50.0, "window": 1024, "causal": False},
-                (ids,),
-            ),
-        ):
+        for name, (options, masks) in kinds.items():
             call = functools.partial(_with_segments, pk.attention, 3, options)
-            yield CompiledCase(f"attention{name}", call, (q, k, k, *masks))
+            yield CompiledCase(name, call, (q, k, k, *masks))
             call = functools.partial(_with_segments, pk.attention_grad, 6, options)
-            yield CompiledCase(f"attention{name}, backward", call, (*grads, *masks))
+            yield CompiledCase(f"{name}, backward", call, (*grads, *masks))
 
 
 def _with_segments(function, count, options, *arrays, implementation):

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.attention import interpreted, oracle
 
 import pallas_kernels as pk
 from coat_jax.layers.attention import Scores, causal_attention
-from helpers.attention import interpreted, oracle
 from pallas_kernels.dispatch import devices
 from pallas_kernels.ops.attention import plan
 

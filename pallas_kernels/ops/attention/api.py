@@ -65,7 +65,7 @@ def attention(
       ((1, 3, 4, 8), (1, 4, 3))
     """
     scoring, masks = _checked(q, k, v, scale, softcap, causal, window, segment_ids)
-    operation = Attention(scoring=scoring, tuning=tuning)
+    operation = _Attention(scoring=scoring, tuning=tuning)
     arrays = _grouped(q, k), k, v, *masks
     out, lse = operation(*arrays, implementation=implementation)
     b, s, n, _ = q.shape
@@ -132,7 +132,7 @@ def attention_grad(
             f"outputs and their gradients must be {q.shape} and log-sum-exps "
             f"{(b, n, s)}, got {out.shape}, {do.shape} and {lse.shape}"
         )
-    operation = AttentionGrad(scoring=scoring, tuning=tuning)
+    operation = _AttentionGrad(scoring=scoring, tuning=tuning)
     lse = lse.astype(jnp.float32).reshape(b, k.shape[2], -1, s)
     wide = [_grouped(x, k) for x in (do, q, out)]
     arrays = wide[0], wide[1], k, v, wide[2], lse, *masks
@@ -152,7 +152,7 @@ def runs_kernel(
     has it.
     """
     scoring, masks = _checked(q, k, v, **(_DEFAULTS | options))
-    operation = Attention(scoring=scoring, tuning=None)
+    operation = _Attention(scoring=scoring, tuning=None)
     return operation.runs(_grouped(q, k), k, v, *masks) == "mosaic"
 
 
@@ -197,7 +197,7 @@ def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Attention(operations.Operation):
+class _Attention(operations.Operation):
     """`attention`, for queries [b, s, m, g, d], g of them for each key head."""
 
     scoring: Scoring
@@ -227,7 +227,7 @@ class Attention(operations.Operation):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionGrad(operations.Operation):
+class _AttentionGrad(operations.Operation):
     """`attention_grad`, for queries [b, s, m, g, d], g of them for each key head."""
 
     scoring: Scoring

@@ -9,9 +9,7 @@ are those of FlashAttention-2 (arXiv 2307.08691, algorithm 2), with the derivati
 the soft cap.
 """
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -22,7 +22,6 @@ from jaxtyping import Array
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.ops.attention.plan import (
     LOG2_E,
-    ROWS,
     WARPGROUPS,
     Scoring,
     Tiles,
@@ -96,7 +95,7 @@ def _kernel(
     scoring: Scoring, tiles: Tiles, q, k, v, window, segment_ids, spans, out, lse,
     q_smem, k_smem, v_smem, q_filled, k_barriers, v_barriers,
 ) -> None:  # fmt: skip
-    b, s, n, d = q.shape
+    b, s, n, _ = q.shape
     warpgroup = lax.axis_index("warpgroup")
     height = tiles.queries // WARPGROUPS
     # The last tiles of queries take longest, and come first.
