@@ -172,14 +172,14 @@ def _ranges(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_kernel(options, q, k, v, kept, ranges):
-    """Runs the library's kernel, whose backward pass reads the copies `kept`."""
+def _in_kernel(options, q, k, v, copies, ranges):
+    """Runs the library's kernel; its backward pass reads `copies`, if there are any."""
     return pallas_kernels.attention(q, k, v, **dict(options), **ranges)[0]
 
 
-def _in_kernel_fwd(options, q, k, v, kept, ranges):
+def _in_kernel_fwd(options, q, k, v, copies, ranges):
     o, lse = pallas_kernels.attention(q, k, v, **dict(options), **ranges)
-    return o, (*(kept or (q, k, v)), o, lse, ranges)
+    return o, (*(copies or (q, k, v)), o, lse, ranges)
 
 
 def _in_kernel_bwd(options, saved, do):

@@ -34,9 +34,12 @@ from pallas_kernels import AttentionTiles as Tiles
 from pallas_kernels import AttentionTuning as Tuning
 
 Row = dict[str, Any]
-_HEADS = {128: (32, 8), 256: (16, 8)}  # Of queries and of keys, by size.
+_HEADS = {
+    128: (32, 8),
+    256: (16, 8),
+}  # Numbers of heads of queries and of keys, by size.
 _SOFTCAP = 50.0
-_BOUND = 8e-3  # Of the relative error; rounding to BF16 alone makes 2e-3.
+_BOUND = 8e-3  # The relative error; rounding to BF16 alone makes 2e-3.
 # On one H200, of the kernels with a soft cap: times as fast as XLA's attention.
 _OVER_XLA = 2.0
 _FORWARD, _BACKWARD = 2, 5  # Matmuls of scores.

@@ -148,7 +148,7 @@ def test_kernels_compute_attention_on_a_gpu(name):
 
 
 def test_queries_that_attend_to_nothing_have_no_gradients():
-    """So may it be where a device has some keys of a sequence only."""
+    """A device can have keys that no query attends to."""
     q, k, v, do = Case(s=4).arrays()
     none = jnp.full((1, 2, 4), -jnp.inf)
     grads = jax.jit(partial(pk.attention_grad, implementation="reference"))

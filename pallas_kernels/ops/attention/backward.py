@@ -5,7 +5,7 @@ goes over keys and values. Another one computes the gradients of keys and values
 thread block has a tile of keys and values of one head, and goes over the queries of all
 heads that share it. Both compute the probabilities again, from the log-sum-exp, so that
 no gradient is the sum of several thread blocks, and sums have one order. The equations
-are those of FlashAttention-2 (arXiv 2307.08691, algorithm 2), with the derivative of
+stand in FlashAttention-2 (arXiv 2307.08691, algorithm 2); here they have the derivative of
 the soft cap.
 """
 
@@ -60,7 +60,7 @@ def run(
 ) -> tuple[Array, Array, Array]:
     """Computes the gradients of q, k and v.
 
-    The arrays are those of `forward.run`, with its results `out` and `lse`, and the
+    The arrays are the ones that `forward.run` takes, with its results `out` and `lse`, and the
     gradient `do` of `out`.
     """
     delta = jnp.einsum("bsnd,bsnd->bns", out, do, preferred_element_type=jnp.float32)
@@ -136,9 +136,9 @@ def _query_kernel(
     )
 
     def of_rows(x):
-        part = x.at[batch, head, pl.ds(row, height)]
+        numbers = x.at[batch, head, pl.ds(row, height)]
         layout = plgpu.Layout.WGMMA.reduce(1)
-        loaded = plgpu.load(part, layout=layout, optimized=False)
+        loaded = plgpu.load(numbers, layout=layout, optimized=False)
         return lambda shape: lax.broadcast_in_dim(loaded, shape, (0,))
 
     logs_of, delta_of = of_rows(logs), of_rows(delta)
@@ -153,16 +153,16 @@ def _query_kernel(
             values.wait(j)
 
             def products(scores):
-                own = resident(q_smem, warpgroup, j)
-                plgpu.wgmma(scores, own, keys.at(j).T)
+                operand = resident(q_smem, warpgroup, j)
+                plgpu.wgmma(scores, operand, keys.at(j).T)
                 return scores[...]
 
             def of_outputs(grads):
-                own = resident(do_smem, warpgroup, j)
-                plgpu.wgmma(grads, own, values.at(j).T)
+                operand = resident(do_smem, warpgroup, j)
+                plgpu.wgmma(grads, operand, values.at(j).T)
                 return grads[...]
 
-            # With the scores, the products of the tile before are complete.
+            # The products of the tile before are complete as soon as the scores are.
             x = pl.run_scoped(products, of_tile)
             pl.when(j > 0)(lambda: keys.release(j - 1))
             x = scores_of(scoring, x)
@@ -256,9 +256,9 @@ def _key_kernel(
 
     def of_columns(x, j):
         head, position = at(j)
-        part = x.at[batch, head, pl.ds(position, tiles.queries)]
+        numbers = x.at[batch, head, pl.ds(position, tiles.queries)]
         layout = plgpu.Layout.WGMMA.reduce(0)
-        loaded = plgpu.load(part, layout=layout, optimized=False)
+        loaded = plgpu.load(numbers, layout=layout, optimized=False)
         return lax.broadcast_in_dim(loaded, (ROWS, tiles.queries), (1,))
 
     def store(accs, smem, to):
@@ -275,8 +275,8 @@ def _key_kernel(
     @pl.when(warpgroup == 0)
     def _():
         """Computes probabilities, and the gradients of values."""
-        own = k_smem.at[0]
-        plgpu.copy_gmem_to_smem(k.at[rows], own, kv_filled.at[0])
+        operand = k_smem.at[0]
+        plgpu.copy_gmem_to_smem(k.at[rows], operand, kv_filled.at[0])
         plgpu.barrier_wait(kv_filled.at[0])
         masks = Masks(
             scoring=scoring,
@@ -295,8 +295,8 @@ def _key_kernel(
                     logs_of = of_columns(logs, j)
 
                     def products(scores, i=i, piece=piece):
-                        own = resident(k_smem, 0, j)
-                        plgpu.wgmma(scores, own.at[piece], queries.at(j, i).T)
+                        operand = resident(k_smem, 0, j)
+                        plgpu.wgmma(scores, operand.at[piece], queries.at(j, i).T)
                         return scores[...]
 
                     x = pl.run_scoped(products, of_piece)
@@ -323,13 +323,13 @@ def _key_kernel(
             pl.when(count + j >= _HANDED)(
                 lambda slot=slot: plgpu.barrier_wait(handed_free.at[slot])
             )
-        store(accs, own, dv)
+        store(accs, operand, dv)
 
     @pl.when(warpgroup == 1)
     def _():
         """Computes the gradients of keys."""
-        own = v_smem.at[0]
-        plgpu.copy_gmem_to_smem(v.at[rows], own, kv_filled.at[1])
+        operand = v_smem.at[0]
+        plgpu.copy_gmem_to_smem(v.at[rows], operand, kv_filled.at[1])
         plgpu.barrier_wait(kv_filled.at[1])
 
         def go(*accs):
@@ -341,8 +341,8 @@ def _key_kernel(
                     delta_of = of_columns(delta, j)
 
                     def products(dp, i=i, piece=piece):
-                        own = resident(v_smem, 0, j)
-                        plgpu.wgmma(dp, own.at[piece], grads.at(j, i).T)
+                        operand = resident(v_smem, 0, j)
+                        plgpu.wgmma(dp, operand.at[piece], grads.at(j, i).T)
                         return dp[...]
 
                     dp = pl.run_scoped(products, of_piece)
@@ -351,8 +351,8 @@ def _key_kernel(
                         pl.when(j > 0)(lambda: queries.release(j - 1))
                         plgpu.barrier_wait(handed_filled.at[slot])
                         queries.wait(j)
-                    part = handed.at[slot, piece]
-                    w = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+                    numbers = handed.at[slot, piece]
+                    w = plgpu.load(numbers, layout=plgpu.Layout.WGMMA)
                     ds = w.astype(jnp.float32) * (dp - delta_of)
                     plgpu.wgmma(accs[i], ds.astype(q.dtype), queries.at(j, i))
                 plgpu.barrier_arrive(handed_free.at[slot])
@@ -369,7 +369,7 @@ def _key_kernel(
             queries.release(count - 1)
             queries.refill(count - 1)
 
-        store([acc * scoring.scale for acc in accs], own, dk)
+        store([acc * scoring.scale for acc in accs], operand, dk)
 
 
 def _divided(j: Array, by: Array, most: int) -> tuple[Array, Array]:

@@ -4,8 +4,8 @@ A thread block has a tile of queries of one head, and goes over the tiles of key
 values that it attends to. Its two warpgroups have half of the queries each. While one
 computes probabilities, the tensor cores multiply for the other. The first warpgroup
 also starts the copies of keys and values to shared memory: as in the FP8 matmul, there
-is no warpgroup for loading alone. The scheme is that of FlashAttention-3 (arXiv
-2407.08608, section 3.1).
+is no warpgroup for loading alone. FlashAttention-3 has the same scheme
+(arXiv 2407.08608, section 3.1).
 """
 
 import dataclasses
@@ -112,9 +112,9 @@ def _kernel(
 
         return source
 
-    own = q_smem.at[warpgroup]
+    staged = q_smem.at[warpgroup]
     rows = batch, pl.ds(row, height), head
-    plgpu.copy_gmem_to_smem(q.at[rows], own, q_filled.at[warpgroup])
+    plgpu.copy_gmem_to_smem(q.at[rows], staged, q_filled.at[warpgroup])
     keys = Ring(k_smem, source=tile(k), count=count, **k_barriers)
     values = Ring(v_smem, source=tile(v), count=count, **v_barriers)
     keys.fill()
@@ -131,9 +131,9 @@ def _kernel(
     # Queries that attend to nothing have the output 0.
     root = jnp.where(total > 0, lax.rsqrt(total), 0.0)
     acc = acc * lax.broadcast_in_dim(root * root, acc.shape, (0,))
-    own[...] = acc.astype(q.dtype)
+    staged[...] = acc.astype(q.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(own, out.at[rows])
+    plgpu.copy_smem_to_gmem(staged, out.at[rows])
     logs = logs * (1 / LOG2_E) + jnp.log(total)
     mosaic.store(lse.at[batch, head, pl.ds(row, height)], logs)
     plgpu.wait_smem_to_gmem(0)
@@ -177,7 +177,7 @@ class _Softmax:
 
         def go(acc):
             def step(j, total):
-                # With the scores, the products of the tile before are complete.
+                # The products of the tile before are complete as soon as the scores are.
                 x = self._scores(j)
                 pl.when(j > 0)(lambda: self.values.release(j - 1))
                 p = jnp.exp2(x - self.scoring.largest)

@@ -1,4 +1,4 @@
-"""What a call of attention computes, the tiles of its kernels, and the tiles' spans."""
+"""The scores that a call of attention computes, and the tiles of its kernels."""
 
 import dataclasses
 import math
@@ -10,14 +10,14 @@ LOG2_E = math.log2(math.e)
 ROWS = 64  # The rows of an accumulator that a warpgroup multiplies at a time.
 WARPGROUPS = 2
 HEAD_DIMS = (64, 128, 256)
-# With a soft cap, the exponents of probabilities before division by their sum are
-# between this one and `_HIGHEST`.
+# The exponents of probabilities, before division by their sum, are between these two if
+# there is a soft cap.
 _LOWEST, _HIGHEST = -100.0, 64.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How scores follow from queries and keys, and which of them count.
+    """The way from queries and keys to scores, and the masks of scores.
 
     Attributes:
       scale: The factor on products of queries and keys.

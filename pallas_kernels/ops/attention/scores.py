@@ -18,7 +18,7 @@ from pallas_kernels.ops.attention.plan import LOG2_E, Scoring
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Masks:
-    """Which scores of a tile count.
+    """The masks of a tile: they say which of its scores count.
 
     Attributes:
       scoring: The masks that there are.
@@ -95,8 +95,8 @@ class Masks:
         def ids(axis):
             size = scores.shape[axis]
             layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-            part = self.segment_ids.at[pl.ds(starts[axis], size)]
-            loaded = plgpu.load(part, layout=layout, optimized=False)
+            numbers = self.segment_ids.at[pl.ds(starts[axis], size)]
+            loaded = plgpu.load(numbers, layout=layout, optimized=False)
             return lax.broadcast_in_dim(loaded, scores.shape, (axis,))
 
         return jnp.where(ids(0) == ids(1), scores, instead)
