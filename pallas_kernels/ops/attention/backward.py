@@ -5,8 +5,8 @@ goes over keys and values. Another one computes the gradients of keys and values
 thread block has a tile of keys and values of one head, and goes over the queries of all
 heads that share it. Both compute the probabilities again, from the log-sum-exp, so that
 no gradient is the sum of several thread blocks, and sums have one order. The equations
-stand in FlashAttention-2 (arXiv 2307.08691, algorithm 2); here they have the derivative of
-the soft cap.
+stand in FlashAttention-2 (arXiv 2307.08691, algorithm 2); here they have the derivative
+of the soft cap.
 """
 
 import functools
@@ -60,8 +60,8 @@ def run(
 ) -> tuple[Array, Array, Array]:
     """Computes the gradients of q, k and v.
 
-    The arrays are the ones that `forward.run` takes, with its results `out` and `lse`, and the
-    gradient `do` of `out`.
+    `do` is the gradient of `out`. The other arrays are what `forward.run` takes, and
+    its results `out` and `lse`.
     """
     delta = jnp.einsum("bsnd,bsnd->bns", out, do, preferred_element_type=jnp.float32)
     # The probabilities of queries that attend to nothing are exp2(-inf).

@@ -177,7 +177,7 @@ class _Softmax:
 
         def go(acc):
             def step(j, total):
-                # The products of the tile before are complete as soon as the scores are.
+                # The products of the tile before are complete when the scores are.
                 x = self._scores(j)
                 pl.when(j > 0)(lambda: self.values.release(j - 1))
                 p = jnp.exp2(x - self.scoring.largest)
