@@ -169,9 +169,15 @@ class Operation(abc.ABC):
         return None
 
     def runs(self, *arrays: Any) -> Implementation:
-        """Returns the implementation that a call runs by default."""
-        with unexplained():
-            return _choose(self, array_types.varying_alike(arrays), None)
+        """Returns the implementation that a call runs by default.
+
+        `explain` lists it if it is the reference, which the caller may replace.
+        """
+        choices = _made.get()
+        implementation = _choose(self, array_types.varying_alike(arrays), None)
+        if choices and implementation == "mosaic":
+            choices.pop()  # The call will be listed itself.
+        return implementation
 
     def __call__(
         self, *arrays: Any, implementation: Implementation | None = None
