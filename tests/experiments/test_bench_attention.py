@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.attention import oracle
 
 from experiments.bench import attention
 from experiments.bench.attention import Case
@@ -24,6 +25,16 @@ def test_all_tiles_fit_the_measured_sequences(head_dim):
     for tuning in named.values():
         assert tuning != attention.Tuning.of(head_dim)
         assert 2048 % tuning.step == 0
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_the_check_in_float64_is_the_one_of_the_tests(head_dim):
+    case = Case(head_dim=head_dim, seq=16, batch=1, softcap=1.5, window=5)
+    arrays = case.arrays()
+    expected = oracle(*arrays, scale=head_dim**-0.5, softcap=1.5, window=5)
+    actual = attention._in_float64(case, *arrays)
+    for x, y in zip(actual, expected[:1] + expected[2:], strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-12)
 
 
 @pytest.mark.slow
