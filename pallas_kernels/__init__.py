@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from pallas_kernels.numerics import Codes, NormKind, Scaled
     from pallas_kernels.ops.adam.api import adam
     from pallas_kernels.ops.adam.reference import AdamScalars, Moments
+    from pallas_kernels.ops.attention.api import attention, attention_grad
+    from pallas_kernels.ops.attention.plan import Tiles as AttentionTiles
+    from pallas_kernels.ops.attention.plan import Tuning as AttentionTuning
     from pallas_kernels.ops.gate.api import gated, gated_grad
     from pallas_kernels.ops.gate.grouped import WeightedGradients, weighted_gate_grad
     from pallas_kernels.ops.gate.reference import Activation, Gated
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Activation",
     "AdamScalars",
+    "AttentionTiles",
+    "AttentionTuning",
     "Block",
     "Bound",
     "Choice",
@@ -63,6 +68,8 @@ __all__ = [
     "Scaled",
     "WeightedGradients",
     "adam",
+    "attention",
+    "attention_grad",
     "dequantize_groups",
     "explain",
     "gated",
@@ -98,6 +105,9 @@ lazy.attach(
         "pallas_kernels.numerics": "Codes NormKind Scaled",
         "pallas_kernels.ops.adam.api": "adam",
         "pallas_kernels.ops.adam.reference": "AdamScalars Moments",
+        "pallas_kernels.ops.attention.api": "attention attention_grad",
+        "pallas_kernels.ops.attention.plan": "Tiles:AttentionTiles "
+        "Tuning:AttentionTuning",
         "pallas_kernels.ops.gate.api": "gated gated_grad",
         "pallas_kernels.ops.gate.grouped": "WeightedGradients weighted_gate_grad",
         "pallas_kernels.ops.gate.reference": "Activation Gated",

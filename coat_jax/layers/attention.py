@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+import pallas_kernels
 from pallas_kernels.dispatch import array_types, devices, stand_ins
+from pallas_kernels.ops.attention.api import runs_kernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,13 +63,15 @@ def causal_attention(
     masked. cuDNN's flash attention runs where it can: on GPUs, for heads and dtypes
     that it supports. It saves q, k, v, the output, and one softmax statistic per query
     and head. XLA's attention runs elsewhere. It saves q, k, v and recomputes the
-    probabilities.
+    probabilities. Where `pallas_kernels.attention` runs its kernel by default, it is
+    used for soft caps and heads of 256, and saves the same as cuDNN's.
 
-    With `segment_ids` positions attend only to positions of their own segment. Both
-    implementations then read a mask [b, 1, s, s], which cuDNN takes as numbers to add,
-    and compute the parts that are masked. A window is a mask [1, 1, s, s] of this kind
-    if `local` is given or there are segments. Else cuDNN's attention skips what lies
-    outside of it. No sequence that fits into the window has a mask.
+    With `segment_ids` positions attend only to positions of their own segment.
+    `pallas_kernels.attention` skips what lies outside of segments and windows. The
+    other implementations then read a mask [b, 1, s, s], which cuDNN takes as numbers to
+    add, and compute the parts that are masked. A window is a mask [1, 1, s, s] of this
+    kind if `local` is given or there are segments. Else cuDNN's attention skips what
+    lies outside of it. No sequence that fits into the window has a mask.
 
     Args:
       q: Queries.
@@ -123,6 +127,13 @@ def cached_attention(
 
 
 def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_SCORES):
+    if scores.softcap is not None or not _has_flash_attention(q):
+        options = {"scale": scores.scale, "softcap": scores.softcap, "causal": causal}
+        ranges = _ranges(q.shape[1], scores, *masks)
+        if devices.has_hopper() and runs_kernel(q, k, v, **options, **ranges):
+            arrays = array_types.varying_alike((q, k, v, kept, ranges))
+            return _in_kernel(tuple(options.items()), *arrays)
+
     def attention(q, k, v, masks, implementation):
         mask = _mask(q.shape[1], scores, *masks)
         if scores.softcap is not None:
@@ -148,6 +159,36 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
     else:
         run = partial(attention, implementation="cudnn")
     return _saving(run, *array_types.varying_alike((q, k, v, kept, masks)))
+
+
+def _ranges(
+    length: int, scores: Scores, segment_ids: Array | None, local: Array | None
+) -> dict[str, Array | None]:
+    """Returns the window and the segments as `pallas_kernels.attention` takes them."""
+    window = scores.window
+    if window is not None and local is not None:
+        window = jnp.where(local, window, length)
+    return {"window": window, "segment_ids": segment_ids}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_kernel(options, q, k, v, copies, ranges):
+    """Runs the library's kernel; its backward pass reads `copies`, if there are any."""
+    return pallas_kernels.attention(q, k, v, **dict(options), **ranges)[0]
+
+
+def _in_kernel_fwd(options, q, k, v, copies, ranges):
+    o, lse = pallas_kernels.attention(q, k, v, **dict(options), **ranges)
+    return o, (*(copies or (q, k, v)), o, lse, ranges)
+
+
+def _in_kernel_bwd(options, saved, do):
+    *arrays, ranges = saved
+    grads = pallas_kernels.attention_grad(do, *arrays, **dict(options), **ranges)
+    return *grads, None, None
+
+
+_in_kernel.defvjp(_in_kernel_fwd, _in_kernel_bwd)
 
 
 def _masked_attention(q, k, v, mask, scores):

@@ -325,6 +325,34 @@ def _grouped() -> Iterator[CompiledCase]:
             yield CompiledCase(name, call, arrays, tiles)
 
 
+def _attention() -> Iterator[CompiledCase]:
+    """Yields attention and its gradients, with several masks."""
+    b, s = 4, 4096
+    capped = {"softcap": 50.0, "window": 1024}
+    kinds = {
+        "attention": ({}, ()),
+        "attention, capped, in a window": (capped, ()),
+        "attention, capped, in a window, packed": (
+            capped,
+            (_array(b, s, dtype=jnp.int32),),
+        ),
+    }
+    for d, n, m in ((128, 32, 8), (256, 16, 8)):
+        q, k = _array(b, s, n, d), _array(b, s, m, d)
+        grads = q, q, k, k, q, _array(b, n, s, dtype=_F32)
+        for name, (options, masks) in kinds.items():
+            call = functools.partial(_with_segments, pk.attention, 3, options)
+            yield CompiledCase(name, call, (q, k, k, *masks))
+            call = functools.partial(_with_segments, pk.attention_grad, 6, options)
+            yield CompiledCase(f"{name}, backward", call, (*grads, *masks))
+
+
+def _with_segments(function, count, options, *arrays, implementation):
+    masks = dict(zip(("segment_ids",), arrays[count:], strict=False))
+    options = options | masks | {"implementation": implementation}
+    return function(*arrays[:count], **options)
+
+
 def _weighted_gate_grad(activation, *arrays, **options):
     *arrays, scale, product_scale = arrays
     scales = {"scale": scale, "product_scale": product_scale}
@@ -347,6 +375,7 @@ FAMILIES: dict[str, Callable[[], Iterator[CompiledCase]]] = {
     "products": _products,
     "parts": _parts,
     "grouped": _grouped,
+    "attention": _attention,
 }
 
 

@@ -168,6 +168,17 @@ class Operation(abc.ABC):
         del arrays
         return None
 
+    def runs(self, *arrays: Any) -> Implementation:
+        """Returns the implementation that a call runs by default.
+
+        `explain` lists it if it is the reference, which the caller may replace.
+        """
+        choices = _made.get()
+        implementation = _choose(self, array_types.varying_alike(arrays), None)
+        if choices and implementation == "mosaic":
+            choices.pop()  # The call will be listed itself.
+        return implementation
+
     def __call__(
         self, *arrays: Any, implementation: Implementation | None = None
     ) -> Any:

@@ -1,0 +1,1 @@
+"""Attention with soft caps, windows and segments, forward and backward."""

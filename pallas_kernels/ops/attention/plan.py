@@ -1,0 +1,182 @@
+"""The scores that a call of attention computes, and the tiles of its kernels."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+LOG2_E = math.log2(math.e)
+ROWS = 64  # The rows of an accumulator that a warpgroup multiplies at a time.
+WARPGROUPS = 2
+HEAD_DIMS = (64, 128, 256)
+# The exponents of probabilities, before division by their sum, are between these two if
+# there is a soft cap.
+_LOWEST, _HIGHEST = -100.0, 64.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """The way from queries and keys to scores, and the masks of scores.
+
+    Attributes:
+      scale: The factor on products of queries and keys.
+      softcap: The bound of scores; None means no bound.
+      causal: Whether later positions are masked.
+      windowed: Whether positions outside of a window are masked.
+      segmented: Whether positions of other segments are masked.
+    """
+
+    scale: float
+    softcap: float | None
+    causal: bool
+    windowed: bool
+    segmented: bool
+
+    @property
+    def largest(self) -> float | None:
+        """The number that softmax subtracts from all scores, in units of log 2.
+
+        A soft cap bounds scores, so that a constant serves all rows. None means that
+        the rows' maxima must be found: there is no cap, or one of more than 56.
+        """
+        if self.softcap is None:
+            return None
+        bound = self.softcap * LOG2_E
+        largest = min(bound, -bound - _LOWEST)
+        return largest if bound - largest <= _HIGHEST else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """The sizes of a kernel's tiles, and its stages in shared memory.
+
+    Attributes:
+      queries: The number of queries of a tile.
+      keys: The number of keys of a tile.
+      stages: The number of tiles in shared memory of the first array that the kernel
+        goes over: keys, or queries in the kernel of the gradients of keys and values.
+      more_stages: The same for the second array: values, or gradients of the output.
+    """
+
+    queries: int
+    keys: int
+    stages: int = 2
+    more_stages: int = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The tiles of the three kernels.
+
+    Attributes:
+      forward: The tiles of the forward kernel.
+      queries: The tiles of the kernel of the gradients of queries.
+      keys: The tiles of the kernel of the gradients of keys and values.
+    """
+
+    forward: Tiles
+    queries: Tiles
+    keys: Tiles
+
+    @classmethod
+    def of(cls, head_dim: int) -> "Tuning":
+        """Returns the default for heads of a size."""
+        return _TUNED[head_dim]
+
+    @property
+    def step(self) -> int:
+        """The number of positions of which sequences must be a multiple."""
+        tiles = self.forward, self.queries, self.keys
+        return math.lcm(*(size for t in tiles for size in (t.queries, t.keys)))
+
+
+_TUNED = {
+    64: Tuning(
+        forward=Tiles(queries=128, keys=128),
+        queries=Tiles(queries=128, keys=64),
+        keys=Tiles(queries=64, keys=128),
+    ),
+    128: Tuning(
+        forward=Tiles(queries=128, keys=128),
+        queries=Tiles(queries=128, keys=64),
+        keys=Tiles(queries=64, keys=128),
+    ),
+    256: Tuning(
+        forward=Tiles(queries=128, keys=64),
+        queries=Tiles(queries=128, keys=64, more_stages=1),
+        keys=Tiles(queries=64, keys=64),
+    ),
+}
+
+
+def spans_of_keys(
+    scoring: Scoring,
+    length: int,
+    tiles: Tiles,
+    window: Int[Array, "1"],
+    segment_ids: Int[Array, "b s"] | None,
+) -> Int[Array, "#b blocks 2"]:
+    """Returns the first tile of keys that each tile of queries attends to, and the end.
+
+    Tiles outside of the span are masked as a whole.
+    """
+    start = jnp.arange(0, length, tiles.queries)
+    first = jnp.zeros_like(start)
+    end = jnp.full_like(start, length // tiles.keys)
+    if scoring.windowed:
+        first = jnp.maximum(start - window + 1, 0) // tiles.keys
+    if scoring.causal:
+        end = (start + tiles.queries - 1) // tiles.keys + 1
+    elif scoring.windowed:
+        last = start + tiles.queries - 1 + window - 1
+        end = jnp.minimum(last // tiles.keys + 1, end)
+    sizes = tiles.queries, tiles.keys
+    return _with_segments(first[None], end[None], segment_ids, sizes)
+
+
+def spans_of_queries(
+    scoring: Scoring,
+    length: int,
+    tiles: Tiles,
+    window: Int[Array, "1"],
+    segment_ids: Int[Array, "b s"] | None,
+) -> Int[Array, "#b blocks 2"]:
+    """Returns the first tile of queries that attends to each tile of keys, and the end.
+
+    Tiles outside of the span are masked as a whole.
+    """
+    start = jnp.arange(0, length, tiles.keys)
+    first = jnp.zeros_like(start)
+    end = jnp.full_like(start, length // tiles.queries)
+    if scoring.causal:
+        first = start // tiles.queries
+    elif scoring.windowed:
+        first = jnp.maximum(start - window + 1, 0) // tiles.queries
+    if scoring.windowed:
+        last = start + tiles.keys - 1 + window - 1
+        end = jnp.minimum(last // tiles.queries + 1, end)
+    sizes = tiles.keys, tiles.queries
+    return _with_segments(first[None], end[None], segment_ids, sizes)
+
+
+def _with_segments(first, end, segment_ids, sizes):
+    """Returns spans without tiles at both ends that share no segment with theirs.
+
+    Segments of a tile are judged by the range of their numbers, so that ids need not be
+    sorted.
+    """
+    if segment_ids is not None:
+        b = segment_ids.shape[0]
+        (low, high), (other_low, other_high) = (
+            [f(segment_ids.reshape(b, -1, size), axis=2) for f in (jnp.min, jnp.max)]
+            for size in sizes
+        )
+        shared = (low[:, :, None] <= other_high[:, None]) & (
+            other_low[:, None] <= high[:, :, None]
+        )
+        count = shared.shape[2]
+        first = jnp.maximum(first, jnp.argmax(shared, axis=2))
+        end = jnp.minimum(end, count - jnp.argmax(shared[:, :, ::-1], axis=2))
+        end = jnp.maximum(first, end)
+    return jnp.stack([first, end], axis=-1).astype(jnp.int32)

@@ -1,0 +1,145 @@
+"""Tiles of an array that pass through a ring of stages in shared memory."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.ops.attention.plan import WARPGROUPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Tiles of an array that pass through a ring of stages in shared memory.
+
+    Attributes:
+      smem: The stages, [stages, rows, d].
+      filled: Barriers that complete when a tile has arrived in its stage.
+      free: Barriers that complete when no warpgroup reads a stage any longer.
+      source: Returns the tile in global memory, by its number.
+      count: The number of tiles.
+      loader: The warpgroup that starts the copies.
+    """
+
+    smem: Any
+    filled: Any
+    free: Any
+    source: Callable[[Array], Any]
+    count: Array
+    loader: int = 0
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return self.smem.shape[0]
+
+    def fill(self) -> None:
+        """Starts the copies of the first tiles, which fill all stages."""
+
+        @pl.when(lax.axis_index("warpgroup") == self.loader)
+        def _():
+            for step in range(self.stages):
+                pl.when(step < self.count)(lambda step=step: self._copy(step))
+
+    def at(self, step: Array, use: int = 0) -> Any:
+        """Returns the stage of a tile, for one of its uses; see `zero_of`."""
+        return resident(self.smem, self._index(step), step, use)
+
+    def wait(self, step: Array) -> None:
+        """Waits until a tile has arrived in its stage."""
+        plgpu.barrier_wait(self.filled.at[self._index(step)])
+
+    def release(self, step: Array) -> None:
+        """Signals that this warpgroup has read a tile."""
+        plgpu.barrier_arrive(self.free.at[self._index(step)])
+
+    def refill(self, step: Array) -> None:
+        """Fills the stage of a tile that this warpgroup has released.
+
+        The loader waits for the other warpgroup, and starts the copy of the tile that
+        is next in this stage. It waits even if there is none: a thread block must not
+        end before the last arrival at its barriers.
+        """
+
+        @pl.when(lax.axis_index("warpgroup") == self.loader)
+        def _():
+            plgpu.barrier_wait(self.free.at[self._index(step)])
+            following = step + self.stages
+            pl.when(following < self.count)(lambda: self._copy(following))
+
+    def _index(self, step: Array | int) -> Array | int:
+        return 0 if self.stages == 1 else lax.rem(step, self.stages)
+
+    def _copy(self, step: Array | int) -> None:
+        index = step % self.stages if isinstance(step, int) else self._index(step)
+        to = self.smem.at[index]
+        plgpu.copy_gmem_to_smem(self.source(step), to, self.filled.at[index])
+
+
+def ring_barriers(stages: int) -> dict[str, Any]:
+    """Returns the barriers of a ring, by their names in `Ring`."""
+    return {
+        "filled": plgpu.Barrier(num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+    }
+
+
+def swizzled(count: int, rows: int, columns: int) -> Any:
+    """Returns `count` BF16 tiles in shared memory, as the tensor cores read them."""
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM((count, rows, columns), jnp.bfloat16, transforms=transforms)
+
+
+def place(batch: int, heads: int) -> tuple[Array, Array, Array]:
+    """Returns the tile, the sequence and the head of this thread block.
+
+    Consecutive thread blocks have the same tile of other heads.
+    """
+    index = lax.axis_index("cta")
+    block, within = lax.div(index, batch * heads), lax.rem(index, batch * heads)
+    return block, lax.div(within, heads), lax.rem(within, heads)
+
+
+def settings(ctas: int) -> dict[str, Any]:
+    """Returns the launch settings of a kernel with `ctas` thread blocks."""
+    return dict(
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+    )
+
+
+def accumulated(acc: Array, multiply: Callable[[Any], None]) -> Array:
+    """Returns an accumulator after `multiply`, which adds products to its reference."""
+    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Returns an accumulator of the tensor cores, with zeros."""
+    return plgpu.ACC((rows, columns), jnp.float32)
+
+
+def filled(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+    """Returns an array in registers with the same number everywhere."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def resident(smem: Any, index: Array | int, step: Array, use: int = 0) -> Any:
+    """Returns a tile in shared memory, as an operand in a loop over steps."""
+    return smem.at[index + zero_of(step, use)]
+
+
+def zero_of(step: Array, use: int = 0) -> Array:
+    """Returns the number 0, as if it depended on a step and a use in the step.
+
+    What the compiler knows to be the same in all steps, it computes before the loop and
+    spills: addresses of all parts of a tile, or positions of all columns.
+    """
+    return lax.shift_right_logical(step + use, 20)

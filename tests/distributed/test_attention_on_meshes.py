@@ -1,0 +1,47 @@
+"""Tests attention on meshes: devices have some sequences, or some heads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_kernels as pk
+from pallas_kernels.ops.attention import api
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("a"), P("a", None, "b"), P(None, None, ("a", "b"))])
+def test_devices_compute_their_sequences_and_heads(kind, spec, monkeypatch):
+    """The definition runs in the kernel's place, on each device's part."""
+    for operation in (api._Attention, api._AttentionGrad):
+        monkeypatch.setattr(
+            operation, "kernel", lambda self, *arrays: self.reference(*arrays)
+        )
+        monkeypatch.setattr(operation, "obstacle", lambda self, *arrays: None)
+    rng = np.random.default_rng(0)
+    sizes = [(4, 16, heads, 8) for heads in (8, 4, 4, 8)]
+    arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in sizes]
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (4, 16))), jnp.int32)
+
+    def passes(q, k, v, do, ids, window, implementation):
+        options = {"softcap": 2.0, "window": window, "segment_ids": ids}
+        options |= {"implementation": implementation}
+        out, lse = pk.attention(q, k, v, **options)
+        return out, lse, *pk.attention_grad(do, q, k, v, out, lse, **options)
+
+    run = jax.jit(passes, static_argnames="implementation")
+    window = jnp.int32(5)
+    expected = run(*arrays, ids, window, implementation="reference")
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+        ids = jax.device_put(ids, NamedSharding(mesh, P(spec[0])))
+        actual = run(*placed, ids, window, implementation="mosaic")
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-5)
+        parts = 4 if len(spec) > 1 else 2
+        assert x.addressable_shards[0].data.size == x.size // parts
