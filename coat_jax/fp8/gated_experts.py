@@ -103,10 +103,14 @@ class Combine(NamedTuple):
         """The places of the rows of each token."""
         return wide_order(self.places).reshape(self.weights.shape)
 
-    def weights_of_rows(self) -> Float[Array, " m"]:
-        """Returns the weight of each row."""
+    def weights_of_rows(self, group_sizes: Int[Array, " g"]) -> Float[Array, " m"]:
+        """Returns the weight of each row, 0 for rows of no group.
+
+        Their weights may be NaN, and the scales of tensors are maxima over all rows.
+        """
         weights = self.weights.astype(jnp.float32).reshape(-1)
-        return weights[inverted(self.places)]
+        weights = weights[inverted(self.places)]
+        return jnp.where(has_group(weights, group_sizes), weights, 0)
 
     def gradient(
         self, of_rows: Float[Array, " padded"], group_sizes: Int[Array, " g"]
@@ -179,7 +183,7 @@ def _forward(
     # Only backward needs rows of padding.
     a = jax.tree.map(lambda v: v[: rows.count], a)
     if combine is not None:
-        a = a._replace(scale=a.scale * combine.weights_of_rows())
+        a = a._replace(scale=a.scale * combine.weights_of_rows(group_sizes))
     w_down, down_scale = quantized_experts(down)
     of_rows = kernels.group_tiles(group_sizes, rows=rows.count)
     y = grouped(a, w_down, group_sizes, of_rows, outer)
@@ -270,7 +274,7 @@ def _gradient_of_rows(
         rows, weights = ExpertRows(codes), jnp.ones(len(codes), jnp.float32)
     else:
         rows = ExpertRows(codes, inverted(combine.places))
-        weights = combine.weights_of_rows()
+        weights = combine.weights_of_rows(group_sizes)
     padded = Scaled(rows.padded(codes), scale)
     return padded, rows.transposed(group_sizes), _padded(weights)
 

@@ -294,15 +294,19 @@ def test_choices_of_no_group_have_no_gradient():
     run = coat.fp8_remat(functools.partial(layer, plain))
 
     @jax.jit
-    def gradient(weights, dy):
-        return jax.vjp(lambda w: run(params, x, w, ids, sizes), weights)[1](dy)
+    def gradients(arrays, dy):
+        return jax.vjp(lambda p, x, w: run(p, x, w, ids, sizes), *arrays)[1](dy)
 
-    # NaN in the gradient of tokens without a group does not spoil the others.
+    # NaN in the gradient of tokens without a group does not spoil the others, and
+    # neither do choices without a group that have the weight NaN.
     dy = jnp.where(of_none.all(axis=1)[:, None], jnp.nan, jnp.ones((TOKENS, HIDDEN)))
-    (grad,) = gradient(weights, dy)
-    np.testing.assert_array_equal(grad[of_none], 0)
-    assert np.isfinite(grad).all()
-    assert np.any(grad[~of_none])
+    expected = gradients((params, x, weights), dy)
+    actual = gradients((params, x, jnp.where(of_none, jnp.nan, weights)), dy)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert np.isfinite(b).all()
+    np.testing.assert_array_equal(expected[-1][of_none], 0)
+    assert np.any(expected[-1][~of_none])
 
 
 def test_rows_of_experts_are_not_saved():
