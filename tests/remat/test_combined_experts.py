@@ -267,6 +267,9 @@ def test_values_are_numpys(sums, sizes):
 )
 def test_gradients_are_near_exact_ones(sums, sizes):
     params, x, weights, *further = arguments(sizes)
+    # Small weights of one expert do not make its gradients vanish.
+    is_small = (further[0] == 0).reshape(weights.shape)
+    weights = jnp.where(is_small, 1e-6 * weights, weights)
 
     def grads(dot, wrap):
         run = wrap(functools.partial(layer, sums, dot=dot))
@@ -281,8 +284,10 @@ def test_gradients_are_near_exact_ones(sums, sizes):
     exact = functools.partial(lax.ragged_dot, precision="highest")
     expected = grads(exact, lambda fn: fn)
     for a, b in zip(grads(coat.fp8_ragged_dot, coat.fp8_remat), expected, strict=True):
-        # Operands are rounded to 3 bits and gradients to 2, each matmul anew.
-        assert 0 < np.linalg.norm(a - b) < 0.12 * np.linalg.norm(b)
+        for one, exact_one in zip(a, b, strict=True) if a.ndim == 3 else [(a, b)]:
+            # Operands are rounded to 3 bits and gradients to 2, each matmul anew.
+            error, norm = np.linalg.norm(one - exact_one), np.linalg.norm(exact_one)
+            assert 0 < error < 0.13 * norm or norm == error == 0
 
 
 def test_choices_of_no_group_have_no_gradient():
