@@ -290,8 +290,8 @@ def _by_group(
 ) -> tuple[Float[Array, " rows"], Float[Array, " g"]]:
     """Divides the weights of rows by a power of two for each group.
 
-    Products with weights are quantized with one scale for all groups. The gradients of
-    an expert with small weights would be lost among those of others.
+    Products with weights are quantized with one scale for all groups. Products with an
+    expert's small weights would become zero next to products with others.
 
     Returns:
       The weights, of at most 1, and the powers of two. Rows of no group have weights
