@@ -103,10 +103,14 @@ class Combine(NamedTuple):
         """The places of the rows of each token."""
         return wide_order(self.places).reshape(self.weights.shape)
 
-    def weights_of_rows(self) -> Float[Array, " m"]:
-        """Returns the weight of each row."""
+    def weights_of_rows(self, group_sizes: Int[Array, " g"]) -> Float[Array, " m"]:
+        """Returns the weight of each row, 0 for rows of no group.
+
+        Their weights may be NaN, and the scales of tensors are maxima over all rows.
+        """
         weights = self.weights.astype(jnp.float32).reshape(-1)
-        return weights[inverted(self.places)]
+        weights = weights[inverted(self.places)]
+        return jnp.where(has_group(weights, group_sizes), weights, 0)
 
     def gradient(
         self, of_rows: Float[Array, " padded"], group_sizes: Int[Array, " g"]
@@ -178,8 +182,12 @@ def _forward(
     a, inner_groups = quantized_gate(y.reshape(len(y), 2, -1), gate)
     # Only backward needs rows of padding.
     a = jax.tree.map(lambda v: v[: rows.count], a)
+    product_scale = a.scale
     if combine is not None:
-        a = a._replace(scale=a.scale * combine.weights_of_rows())
+        weights = combine.weights_of_rows(group_sizes)
+        a = a._replace(scale=a.scale * weights)
+        # Weights may be negative.
+        product_scale *= jnp.abs(_by_group(weights, group_sizes)[0])
     w_down, down_scale = quantized_experts(down)
     of_rows = kernels.group_tiles(group_sizes, rows=rows.count)
     y = grouped(a, w_down, group_sizes, of_rows, outer)
@@ -188,9 +196,8 @@ def _forward(
     y = y.astype(dtype)
     # Rows of no group do not count.
     of_groups = jnp.where(has_group(x.scale, group_sizes), x.scale, 0)
-    # Weights may be negative.
-    a = a._replace(scale=jnp.abs(a.scale))
-    x_scale, a_scale = tensor_scales(x._replace(scale=of_groups), a)
+    largest = x._replace(scale=of_groups), a._replace(scale=product_scale)
+    x_scale, a_scale = tensor_scales(*largest)
     codes = quantize_tensor(rows.x, E4M3, copies="row", scale=x_scale).row
     of_weights = gate_up, down, jnp.max(jnp.stack(scales), axis=0), down_scale
     saved = rows._replace(x=codes), inner_groups, tiles, _exact(combine)
@@ -208,21 +215,24 @@ def _backward(activation, inner, outer, dtype, residuals, dy):
     dy, dy_transposed, weights = _gradient_of_rows(dy, group_sizes, combine)
     w = codes_of_experts(down, down_scale)
     da = grouped(dy, w, group_sizes, tiles, inner)
+    of_group = jnp.float32(1)
+    if combine is not None:
+        weights, of_group = _by_group(weights, group_sizes)
     scale, of_gate = grouped_gate_gradient(
         groups, largest_scale, da, weights, group_sizes, a_scale, activation
     )
     d_down = kernels.grouped_weight_gradient(
-        *(of_gate.product, dy_transposed, group_sizes, a_scale, dy.scale),
+        *(of_gate.product, dy_transposed, group_sizes, a_scale * of_group, dy.scale),
         out_dtype=stored(down.dtype),
     )
     x = rows.transposed(group_sizes)
     d_gate_up = kernels.grouped_weight_gradient(
-        *(x, of_gate.transposed, group_sizes, x_scale, scale),
+        *(x, of_gate.transposed, group_sizes, x_scale, scale * of_group),
         out_dtype=stored(gate_up[0].dtype),
     )
     gradient = Scaled(of_gate.values.reshape(len(da), -1), scale)
     parts = [codes_of_experts(part, scale_of_pair).codes for part in gate_up]
-    w = Scaled(jnp.concatenate(parts, axis=2), scale_of_pair)
+    w = Scaled(jnp.concatenate(parts, axis=2), scale_of_pair * of_group)
     dx = rows.gradient(grouped(gradient, w, group_sizes, tiles, like.dtype))
     of_pair = jnp.split(d_gate_up, len(gate_up), axis=2)
     of_pair = tuple(d.astype(w.dtype) for d, w in zip(of_pair, gate_up, strict=True))
@@ -270,9 +280,29 @@ def _gradient_of_rows(
         rows, weights = ExpertRows(codes), jnp.ones(len(codes), jnp.float32)
     else:
         rows = ExpertRows(codes, inverted(combine.places))
-        weights = combine.weights_of_rows()
+        weights = combine.weights_of_rows(group_sizes)
     padded = Scaled(rows.padded(codes), scale)
     return padded, rows.transposed(group_sizes), _padded(weights)
+
+
+def _by_group(
+    weights: Float[Array, " rows"], group_sizes: Int[Array, " g"]
+) -> tuple[Float[Array, " rows"], Float[Array, " g"]]:
+    """Divides the weights of rows by a power of two for each group.
+
+    Products with weights are quantized with one scale for all groups. Products with an
+    expert's small weights would become zero next to products with others.
+
+    Returns:
+      The weights, of at most 1, and the powers of two. Rows of no group have weights
+      that nothing reads.
+    """
+    rows, ends = jnp.arange(len(weights))[:, None], jnp.cumsum(group_sizes)[None]
+    is_of = (rows >= ends - group_sizes[None]) & (rows < ends)
+    largest = numerics.magnitude(jnp.where(is_of, weights[:, None], 0), axis=0)
+    power = numerics.power_of_two_scale(largest, 1.0)
+    group = jnp.minimum(jnp.sum(rows >= ends, axis=1), len(power) - 1)
+    return weights / power[group], power
 
 
 def grouped_gate_gradient(

@@ -12,6 +12,7 @@ from helpers.groups import padded
 from helpers.kernels import BF16, E4M3, E5M2, F32, every_implementation
 
 import pallas_kernels
+from pallas_kernels.ops.grouped_matmul.transposed import _GroupedTranspose
 
 CODES = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 
@@ -102,6 +103,15 @@ def test_transposes_of_copied_rows_are_identical(implementation, sizes, n, dtype
 
     y = kernels.run(implementation, call, x, jnp.int32(sizes), index)
     kernels.assert_identical(y, padded(rows, sizes))
+
+
+def test_a_devices_part_of_columns_may_be_narrow():
+    # On a mesh the operation itself is called again, for the parts of columns.
+    part = _GroupedTranspose(dtype=jnp.dtype(E4M3))
+    x = jax.ShapeDtypeStruct((60, 64), E4M3)
+    sizes, index = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (3, 400))
+    call = jax.jit(functools.partial(part, implementation="mosaic"))
+    call.trace(x, sizes, None, index).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,9 @@ def test_values_are_numpys(sums, sizes):
 )
 def test_gradients_are_near_exact_ones(sums, sizes):
     params, x, weights, *further = arguments(sizes)
+    # Small weights of one expert do not make its gradients vanish.
+    is_small = (further[0] == 0).reshape(weights.shape)
+    weights = jnp.where(is_small, 1e-6 * weights, weights)
 
     def grads(dot, wrap):
         run = wrap(functools.partial(layer, sums, dot=dot))
@@ -281,8 +284,10 @@ def test_gradients_are_near_exact_ones(sums, sizes):
     exact = functools.partial(lax.ragged_dot, precision="highest")
     expected = grads(exact, lambda fn: fn)
     for a, b in zip(grads(coat.fp8_ragged_dot, coat.fp8_remat), expected, strict=True):
-        # Operands are rounded to 3 bits and gradients to 2, each matmul anew.
-        assert 0 < np.linalg.norm(a - b) < 0.12 * np.linalg.norm(b)
+        for one, exact_one in zip(a, b, strict=True) if a.ndim == 3 else [(a, b)]:
+            # Operands are rounded to 3 bits and gradients to 2, each matmul anew.
+            error, norm = np.linalg.norm(one - exact_one), np.linalg.norm(exact_one)
+            assert 0 < error < 0.13 * norm or norm == error == 0
 
 
 def test_choices_of_no_group_have_no_gradient():
@@ -294,15 +299,19 @@ def test_choices_of_no_group_have_no_gradient():
     run = coat.fp8_remat(functools.partial(layer, plain))
 
     @jax.jit
-    def gradient(weights, dy):
-        return jax.vjp(lambda w: run(params, x, w, ids, sizes), weights)[1](dy)
+    def gradients(arrays, dy):
+        return jax.vjp(lambda p, x, w: run(p, x, w, ids, sizes), *arrays)[1](dy)
 
-    # NaN in the gradient of tokens without a group does not spoil the others.
+    # NaN in the gradient of tokens without a group does not spoil the others, and
+    # neither do choices without a group that have the weight NaN.
     dy = jnp.where(of_none.all(axis=1)[:, None], jnp.nan, jnp.ones((TOKENS, HIDDEN)))
-    (grad,) = gradient(weights, dy)
-    np.testing.assert_array_equal(grad[of_none], 0)
-    assert np.isfinite(grad).all()
-    assert np.any(grad[~of_none])
+    expected = gradients((params, x, weights), dy)
+    actual = gradients((params, x, jnp.where(of_none, jnp.nan, weights)), dy)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert np.isfinite(b).all()
+    np.testing.assert_array_equal(expected[-1][of_none], 0)
+    assert np.any(expected[-1][~of_none])
 
 
 def test_rows_of_experts_are_not_saved():

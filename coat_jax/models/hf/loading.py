@@ -135,6 +135,8 @@ def _filled(
 
 def _shardings(params: nnx.State, mesh: Mesh | None) -> Any:
     if mesh is None:
-        device = jax.config.jax_default_device or jax.local_devices()[0]
+        device = jax.config.jax_default_device
+        if not isinstance(device, jax.Device):  # It may be the name of a platform.
+            device = jax.local_devices(backend=device)[0]
         return jax.tree.map(lambda _: SingleDeviceSharding(device), params)
     return default_shardings(params, mesh)

@@ -72,8 +72,6 @@ def grouped_transpose(
         check_dtype("index", index.dtype, (jnp.int32,))
         if index.ndim != 1:
             raise ValueError(f"index must be a vector, got shape {index.shape}")
-        if x.shape[1] % _BYTES:  # The copy engine takes no parts of other rows.
-            x, index = _rows_at(x, index), None
     operation = _GroupedTranspose(dtype=jnp.dtype(x.dtype if scale is None else dtype))
     return operation(x, group_sizes, scale, index, implementation=implementation)
 
@@ -111,6 +109,9 @@ class _GroupedTranspose(operations.Operation):
         return (Axes("_ n"), Axes("_"), WHOLE, of_index), Axes("n _")
 
     def kernel(self, x, group_sizes, scale, index) -> Array:
+        # The copy engine takes no parts of other rows, and a mesh may split columns.
+        if index is not None and x.shape[1] % _BYTES:
+            x, index = _rows_at(x, index), None
         dtype, stored = self.dtype, x
         if scale is None:  # The kernel moves bits, so that it does not change NaNs.
             dtype = jnp.uint8 if x.dtype in CODES else jnp.uint16
