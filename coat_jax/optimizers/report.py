@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -24,6 +26,7 @@ from coat_jax.optimizers.trees import is_quantized, unboxed
 from coat_jax.quantization import expansion
 from coat_jax.quantization.array import QuantizedArray
 from coat_jax.quantization.formats import Format
+from pallas_kernels.dispatch import array_types
 from pallas_kernels.numerics import on_last_axes
 
 _BINS = 16
@@ -152,7 +155,15 @@ def moment_report(state: Any) -> MomentReport:
             "moment_report needs a state of coat.fp8_adamw or another optimizer with "
             f"quantized moments, got {type(state).__name__} without one"
         )
-    return _report(unboxed(states))
+    states = unboxed(states)
+    mesh = array_types.mesh_of(states)
+    if mesh is None or not mesh.explicit_axes:
+        return _report(states)
+    # Types have no place for what lookups in tables and loops over layers read.
+    run = jax.sharding.auto_axes(
+        _report, axes=mesh.explicit_axes, out_sharding=NamedSharding(mesh, P())
+    )
+    return run(states)
 
 
 @jax.jit
@@ -192,7 +203,7 @@ def _means(
     # FP8 arrays are sliced as integers, because a CPU has no FP8 and would convert
     # whole stacks.
     bits = [_with_codes(q, stored_dtype(q.codes.dtype)) for q in moments.values()]
-    if bits[0].ndim < 3 or _is_first_axis_split(bits):
+    if bits[0].ndim < 3:
         return of_layer(bits)
     return jax.tree.map(jnp.mean, lax.map(of_layer, bits))
 
@@ -200,12 +211,6 @@ def _means(
 def _with_codes(q: QuantizedArray, dtype: jnp.dtype) -> QuantizedArray:
     """Returns an array with the same bits of codes in another dtype."""
     return dataclasses.replace(q, codes=as_dtype(q.codes, dtype))
-
-
-def _is_first_axis_split(tree: Any) -> bool:
-    """Returns whether the types of arrays say that devices split their first axis."""
-    specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
-    return any(spec and spec[0] is not None for spec in specs)
 
 
 def _weights(moments: dict[Any, QuantizedArray], layout: Layout) -> Array | None:

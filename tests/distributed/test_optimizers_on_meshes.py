@@ -268,3 +268,21 @@ def test_an_array_by_itself():
     actual = coat.opt_state_sharding(tx, jnp.zeros((16, 1024)), where)
     assert actual[0].mu.scale.spec == actual[0].nu.exponent.spec == P("data", "model")
     assert actual[0].count.spec == P()
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data", "model")])
+def test_a_report_of_moments_is_one_devices(kind, spec):
+    """Stacks are read layer by layer, also where devices have other layers."""
+    tx, mesh = coat.fp8_adamw(1e-2), mesh_of(2, 2, kind)
+    stack = jax.random.normal(jax.random.key(0), (4, 64, 256))
+    _, state = tx.update(stack, tx.init(stack), stack)
+    expected = coat.moment_report(state).rows()
+    with jax.set_mesh(mesh):
+        split = jax.device_put(stack, NamedSharding(mesh, spec))
+        _, state = jax.jit(tx.update)(split, tx.init(split), split)
+        reports = coat.moment_report(state), jax.jit(coat.moment_report)(state)
+    for report in reports:
+        for row, expected_row in zip(report.rows(), expected, strict=True):
+            for name in ("error", "zero_share", "max_share"):
+                assert row[name] == pytest.approx(expected_row[name], rel=1e-4)
