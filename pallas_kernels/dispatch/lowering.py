@@ -154,19 +154,21 @@ def _lower_again(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any
     return rule(ctx, *operands)
 
 
-def _refuse(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:
-    """Says that a program with a kernel is compiled for another device than a GPU.
+def _lower_elsewhere(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:
+    """Lowers a launch for another device than a GPU, if nothing in it is a kernel.
 
     Raises:
-      ValueError: Always.
+      ValueError: If something is.
     """
-    del operands, results
-    platforms = ", ".join(ctx.module_context.platforms)
-    raise ValueError(
-        f"{launch.name} is a kernel for a GPU, and its program is compiled for "
-        f"{platforms}, where its arrays are; trace the program within "
-        f"jax.default_device of that device, or move the arrays"
-    )
+    try:
+        return _lower_again(ctx, *operands, launch=launch, results=results)
+    except ValueError as error:
+        platforms = ", ".join(ctx.module_context.platforms)
+        raise ValueError(
+            f"{launch.name} is a kernel for a GPU, and its program is compiled for "
+            f"{platforms}, where its arrays are; trace the program within "
+            f"jax.default_device of that device, or move the arrays"
+        ) from error
 
 
 def _lower_once(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:
@@ -206,7 +208,7 @@ def _kernel_primitive() -> core.Primitive:
             for x in results or launch.program.out_avals
         ]
     )
-    mlir.register_lowering(primitive, _refuse)
+    mlir.register_lowering(primitive, _lower_elsewhere)
     mlir.register_lowering(primitive, _lower_once, platform="cuda")
     batching.primitive_batchers[primitive] = _batched
     return primitive

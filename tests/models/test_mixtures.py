@@ -87,8 +87,8 @@ def test_the_estimate_knows_saved_rows_of_experts():
         return estimate.saved_bytes, estimate.peak.parameters
 
     (one, parameters), (two, _) = saved(2), saved(3)
-    # Codes of gate and up, the largest scale, the expert, the weight and the order.
-    of_a_row = 2 * 32 * (1 + 2 / 16) + 4 * 4
+    # Codes of gate and up, the largest scale, the expert and the order.
+    of_a_row = 2 * 32 * (1 + 2 / 16) + 3 * 4
     assert two - one == CONFIG.num_layers * 2 * 64 * of_a_row
     _, params = nnx.split(nnx.eval_shape(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0))))
     assert parameters == 4 * sum(p.size for p in jax.tree.leaves(params))
