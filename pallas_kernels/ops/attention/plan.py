@@ -121,18 +121,10 @@ def spans_of_keys(
 
     Tiles outside of the span are masked as a whole.
     """
-    start = jnp.arange(0, length, tiles.queries)
-    first = jnp.zeros_like(start)
-    end = jnp.full_like(start, length // tiles.keys)
-    if scoring.windowed:
-        first = jnp.maximum(start - window + 1, 0) // tiles.keys
-    if scoring.causal:
-        end = (start + tiles.queries - 1) // tiles.keys + 1
-    elif scoring.windowed:
-        last = start + tiles.queries - 1 + window - 1
-        end = jnp.minimum(last // tiles.keys + 1, end)
+    before = window - 1 if scoring.windowed else None
+    after = 0 if scoring.causal else before
     sizes = tiles.queries, tiles.keys
-    return _with_segments(first[None], end[None], segment_ids, sizes)
+    return _spans(length, sizes, before, after, segment_ids)
 
 
 def spans_of_queries(
@@ -146,17 +138,36 @@ def spans_of_queries(
 
     Tiles outside of the span are masked as a whole.
     """
-    start = jnp.arange(0, length, tiles.keys)
-    first = jnp.zeros_like(start)
-    end = jnp.full_like(start, length // tiles.queries)
-    if scoring.causal:
-        first = start // tiles.queries
-    elif scoring.windowed:
-        first = jnp.maximum(start - window + 1, 0) // tiles.queries
-    if scoring.windowed:
-        last = start + tiles.keys - 1 + window - 1
-        end = jnp.minimum(last // tiles.queries + 1, end)
+    after = window - 1 if scoring.windowed else None
+    before = 0 if scoring.causal else after
     sizes = tiles.keys, tiles.queries
+    return _spans(length, sizes, before, after, segment_ids)
+
+
+def _spans(
+    length: int,
+    sizes: tuple[int, int],
+    before: Int[Array, "1"] | int | None,
+    after: Int[Array, "1"] | int | None,
+    segment_ids: Int[Array, "b s"] | None,
+) -> Int[Array, "#b blocks 2"]:
+    """Returns the spans of tiles of the second size for each tile of the first.
+
+    Args:
+      length: The number of positions.
+      sizes: The two sizes.
+      before: The number of positions before its own that one reaches; None means all.
+      after: The number of positions after its own that one reaches; None means all.
+      segment_ids: The number of each position's segment, or None.
+    """
+    size, other = sizes
+    start = jnp.arange(0, length, size)
+    first = jnp.zeros_like(start)
+    end = jnp.full_like(start, length // other)
+    if before is not None:
+        first = jnp.maximum(start - before, 0) // other
+    if after is not None:
+        end = jnp.minimum((start + size - 1 + after) // other + 1, end)
     return _with_segments(first[None], end[None], segment_ids, sizes)
 
 
