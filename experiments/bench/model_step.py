@@ -112,22 +112,22 @@ class ModelSize:
         Sizes of a preset with experts are taken to be this preset's. `buffer` is for
         them; see `Spread`.
         """
-        how: dict[str, Any] = {"recipe": case.recipe, "scaling": case.scaling}
-        how |= {"num_layers": self.layers, "param_dtype": jnp.bfloat16}
+        options: dict[str, Any] = {"recipe": case.recipe, "scaling": case.scaling}
+        options |= {"num_layers": self.layers, "param_dtype": jnp.bfloat16}
         if mesh is not None:
             context = meshes.context_of(mesh)
-            how |= {"batch_axes": meshes.BATCH_AXES, "context": context}
+            options |= {"batch_axes": meshes.BATCH_AXES, "context": context}
         preset = llama.CONFIGS.get(self.preset or "")
         if preset is not None and preset.experts is not None:
             experts = dataclasses.replace(preset.experts, buffer=buffer)
-            return dataclasses.replace(preset, experts=experts, **how)
+            return dataclasses.replace(preset, experts=experts, **options)
         return llama.LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
-            **how,
+            **options,
         )
 
 

@@ -30,6 +30,7 @@ from pallas_kernels.ops.attention.plan import (
     spans_of_queries,
 )
 from pallas_kernels.ops.attention.ring import (
+    QueryTile,
     Ring,
     accumulator,
     place,
@@ -103,40 +104,25 @@ def _query_kernel(
     scoring: Scoring, tiles: Tiles, q, k, v, do, logs, delta, window, segment_ids,
     spans, dq, q_smem, do_smem, k_smem, v_smem, rows_filled, k_barriers, v_barriers,
 ) -> None:  # fmt: skip
-    b, s, n, d = q.shape
-    warpgroup = lax.axis_index("warpgroup")
-    height = tiles.queries // WARPGROUPS
-    block, batch, head = place(b, n)
-    block = s // tiles.queries - 1 - block
-    row = block * tiles.queries + warpgroup * height
-    span = spans.at[0 if spans.shape[0] == 1 else batch, block]
-    first, count = span[0], span[1] - span[0]
-    key_head = lax.div(head, n // k.shape[2])
-
-    def tile(x):
-        def source(j):
-            return x.at[batch, pl.ds((first + j) * tiles.keys, tiles.keys), key_head]
-
-        return source
-
-    rows = batch, pl.ds(row, height), head
+    tile = QueryTile.of(q, k, spans, tiles)
+    warpgroup = tile.warpgroup
     q_own, do_own = q_smem.at[warpgroup], do_smem.at[warpgroup]
     arrived = rows_filled.at[warpgroup]
-    plgpu.copy_gmem_to_smem(q.at[rows], q_own, arrived)
-    plgpu.copy_gmem_to_smem(do.at[rows], do_own, arrived)
-    keys = Ring(k_smem, source=tile(k), count=count, **k_barriers)
-    values = Ring(v_smem, source=tile(v), count=count, **v_barriers)
+    plgpu.copy_gmem_to_smem(q.at[tile.rows], q_own, arrived)
+    plgpu.copy_gmem_to_smem(do.at[tile.rows], do_own, arrived)
+    keys = tile.ring(k, k_smem, k_barriers)
+    values = tile.ring(v, v_smem, v_barriers)
     keys.fill()
     values.fill()
     masks = Masks(
         scoring=scoring,
         window=window,
-        segment_ids=segment_ids.at[batch] if scoring.segmented else None,
+        segment_ids=segment_ids.at[tile.batch] if scoring.segmented else None,
         query_axis=0,
     )
 
     def of_rows(x):
-        numbers = x.at[batch, head, pl.ds(row, height)]
+        numbers = x.at[tile.statistics]
         layout = plgpu.Layout.WGMMA.reduce(1)
         loaded = plgpu.load(numbers, layout=layout, optimized=False)
         return lambda shape: lax.broadcast_in_dim(loaded, shape, (0,))
@@ -144,10 +130,10 @@ def _query_kernel(
     logs_of, delta_of = of_rows(logs), of_rows(delta)
     plgpu.barrier_wait(arrived)
 
-    of_tile = accumulator(height, tiles.keys)
+    of_tile = accumulator(tile.height, tile.keys)
 
     def go(acc):
-        @pl.loop(0, count)
+        @pl.loop(0, tile.count)
         def _(j):
             keys.wait(j)
             values.wait(j)
@@ -168,7 +154,7 @@ def _query_kernel(
             x = scores_of(scoring, x)
             p = jnp.exp2(x - logs_of(x.shape))
             p = times_derivative(scoring, p, x)
-            p = masks.masked(p, row, (first + j) * tiles.keys, 0.0)
+            p = masks.masked(p, tile.row, (tile.first + j) * tiles.keys, 0.0)
             dp = pl.run_scoped(of_outputs, of_tile)
             values.release(j)
             ds = (p * (dp - delta_of(dp.shape))).astype(q.dtype)
@@ -178,16 +164,16 @@ def _query_kernel(
 
         return acc[...]
 
-    acc = pl.run_scoped(go, accumulator(height, d))
+    acc = pl.run_scoped(go, accumulator(tile.height, q.shape[3]))
 
-    @pl.when(count > 0)
+    @pl.when(tile.count > 0)
     def _():
-        keys.release(count - 1)
-        keys.refill(count - 1)
+        keys.release(tile.count - 1)
+        keys.refill(tile.count - 1)
 
     q_own[...] = (acc * scoring.scale).astype(q.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q_own, dq.at[rows])
+    plgpu.copy_smem_to_gmem(q_own, dq.at[tile.rows])
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -28,11 +28,11 @@ from pallas_kernels.ops.attention.plan import (
     spans_of_keys,
 )
 from pallas_kernels.ops.attention.ring import (
+    QueryTile,
     Ring,
     accumulated,
     accumulator,
     filled,
-    place,
     resident,
     ring_barriers,
     settings,
@@ -95,47 +95,32 @@ def _kernel(
     scoring: Scoring, tiles: Tiles, q, k, v, window, segment_ids, spans, out, lse,
     q_smem, k_smem, v_smem, q_filled, k_barriers, v_barriers,
 ) -> None:  # fmt: skip
-    b, s, n, _ = q.shape
-    warpgroup = lax.axis_index("warpgroup")
-    height = tiles.queries // WARPGROUPS
-    # The last tiles of queries take longest, and come first.
-    block, batch, head = place(b, n)
-    block = s // tiles.queries - 1 - block
-    row = block * tiles.queries + warpgroup * height
-    span = spans.at[0 if spans.shape[0] == 1 else batch, block]
-    first, count = span[0], span[1] - span[0]
-    key_head = lax.div(head, n // k.shape[2])
-
-    def tile(x):
-        def source(j):
-            return x.at[batch, pl.ds((first + j) * tiles.keys, tiles.keys), key_head]
-
-        return source
-
+    tile = QueryTile.of(q, k, spans, tiles)
+    warpgroup = tile.warpgroup
     staged = q_smem.at[warpgroup]
-    rows = batch, pl.ds(row, height), head
-    plgpu.copy_gmem_to_smem(q.at[rows], staged, q_filled.at[warpgroup])
-    keys = Ring(k_smem, source=tile(k), count=count, **k_barriers)
-    values = Ring(v_smem, source=tile(v), count=count, **v_barriers)
+    plgpu.copy_gmem_to_smem(q.at[tile.rows], staged, q_filled.at[warpgroup])
+    keys = tile.ring(k, k_smem, k_barriers)
+    values = tile.ring(v, v_smem, v_barriers)
     keys.fill()
     values.fill()
     masks = Masks(
         scoring=scoring,
         window=window,
-        segment_ids=segment_ids.at[batch] if scoring.segmented else None,
+        segment_ids=segment_ids.at[tile.batch] if scoring.segmented else None,
         query_axis=0,
     )
     plgpu.barrier_wait(q_filled.at[warpgroup])
-    softmax = _Softmax(scoring, masks, q_smem, warpgroup, keys, values, row, first)
+    numbers = tile.row, tile.first
+    softmax = _Softmax(scoring, masks, q_smem, warpgroup, keys, values, *numbers)
     acc, logs, total = softmax.bounded() if scoring.largest else softmax.online()
     # Queries that attend to nothing have the output 0.
     root = jnp.where(total > 0, lax.rsqrt(total), 0.0)
     acc = acc * lax.broadcast_in_dim(root * root, acc.shape, (0,))
     staged[...] = acc.astype(q.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staged, out.at[rows])
+    plgpu.copy_smem_to_gmem(staged, out.at[tile.rows])
     logs = logs * (1 / LOG2_E) + jnp.log(total)
-    mosaic.store(lse.at[batch, head, pl.ds(row, height)], logs)
+    mosaic.store(lse.at[tile.statistics], logs)
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.ops.attention.plan import WARPGROUPS
+from pallas_kernels.ops.attention.plan import WARPGROUPS, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,84 @@ class Ring:
         index = step % self.stages if isinstance(step, int) else self._index(step)
         to = self.smem.at[index]
         plgpu.copy_gmem_to_smem(self.source(step), to, self.filled.at[index])
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryTile:
+    """The queries of a warpgroup, and the tiles of keys that they attend to.
+
+    Attributes:
+      warpgroup: The number of the warpgroup.
+      batch: The number of the sequence.
+      head: The number of the head.
+      key_head: The number of the head of keys and values.
+      row: The position of the first query.
+      height: The number of queries.
+      first: The number of the first tile of keys.
+      count: The number of tiles of keys.
+      keys: The number of keys in a tile.
+    """
+
+    warpgroup: Array
+    batch: Array
+    head: Array
+    key_head: Array
+    row: Array
+    height: int
+    first: Array
+    count: Array
+    keys: int
+
+    @classmethod
+    def of(cls, q: Any, k: Any, spans: Any, tiles: Tiles) -> "QueryTile":
+        """Returns the queries of this warpgroup.
+
+        Args:
+          q: Queries [b, s, n, d] in global memory.
+          k: Keys [b, s, m, d].
+          spans: The result of `plan.spans_of_keys`.
+          tiles: The sizes of tiles.
+        """
+        b, s, n, _ = q.shape
+        warpgroup = lax.axis_index("warpgroup")
+        height = tiles.queries // WARPGROUPS
+        # The last tiles of queries take longest, and come first.
+        block, batch, head = place(b, n)
+        block = s // tiles.queries - 1 - block
+        row = block * tiles.queries + warpgroup * height
+        span = spans.at[0 if spans.shape[0] == 1 else batch, block]
+        first, count = span[0], span[1] - span[0]
+        key_head = lax.div(head, n // k.shape[2])
+        return cls(
+            warpgroup=warpgroup,
+            batch=batch,
+            head=head,
+            key_head=key_head,
+            row=row,
+            height=height,
+            first=first,
+            count=count,
+            keys=tiles.keys,
+        )
+
+    @property
+    def rows(self) -> tuple[Any, ...]:
+        """The index of the queries in arrays [b, s, n, d]."""
+        return self.batch, pl.ds(self.row, self.height), self.head
+
+    @property
+    def statistics(self) -> tuple[Any, ...]:
+        """The index of the queries in arrays [b, n, s]."""
+        return self.batch, self.head, pl.ds(self.row, self.height)
+
+    def ring(self, x: Any, smem: Any, barriers: dict[str, Any]) -> Ring:
+        """Returns the tiles of keys or values that the queries attend to."""
+
+        def source(j):
+            start = (self.first + j) * self.keys
+            return x.at[self.batch, pl.ds(start, self.keys), self.key_head]
+
+        return Ring(smem, source=source, count=self.count, **barriers)
 
 
 def ring_barriers(stages: int) -> dict[str, Any]:
