@@ -121,10 +121,10 @@ def spans_of_keys(
 
     Tiles outside of the span are masked as a whole.
     """
-    before = window - 1 if scoring.windowed else None
-    after = 0 if scoring.causal else before
+    backward = window - 1 if scoring.windowed else None
+    forward = 0 if scoring.causal else backward
     sizes = tiles.queries, tiles.keys
-    return _spans(length, sizes, before, after, segment_ids)
+    return _spans(length, sizes, backward, forward, segment_ids)
 
 
 def spans_of_queries(
@@ -138,17 +138,17 @@ def spans_of_queries(
 
     Tiles outside of the span are masked as a whole.
     """
-    after = window - 1 if scoring.windowed else None
-    before = 0 if scoring.causal else after
+    forward = window - 1 if scoring.windowed else None
+    backward = 0 if scoring.causal else forward
     sizes = tiles.keys, tiles.queries
-    return _spans(length, sizes, before, after, segment_ids)
+    return _spans(length, sizes, backward, forward, segment_ids)
 
 
 def _spans(
     length: int,
     sizes: tuple[int, int],
-    before: Int[Array, "1"] | int | None,
-    after: Int[Array, "1"] | int | None,
+    backward: Int[Array, "1"] | int | None,
+    forward: Int[Array, "1"] | int | None,
     segment_ids: Int[Array, "b s"] | None,
 ) -> Int[Array, "#b blocks 2"]:
     """Returns the spans of tiles of the second size for each tile of the first.
@@ -156,18 +156,18 @@ def _spans(
     Args:
       length: The number of positions.
       sizes: The two sizes.
-      before: The number of positions before its own that one reaches; None means all.
-      after: The number of positions after its own that one reaches; None means all.
+      backward: The number of positions before its own that one reaches; None means all.
+      forward: The number of positions after its own that one reaches; None means all.
       segment_ids: The number of each position's segment, or None.
     """
     size, other = sizes
     start = jnp.arange(0, length, size)
     first = jnp.zeros_like(start)
     end = jnp.full_like(start, length // other)
-    if before is not None:
-        first = jnp.maximum(start - before, 0) // other
-    if after is not None:
-        end = jnp.minimum((start + size - 1 + after) // other + 1, end)
+    if backward is not None:
+        first = jnp.maximum(start - backward, 0) // other
+    if forward is not None:
+        end = jnp.minimum((start + size - 1 + forward) // other + 1, end)
     return _with_segments(first[None], end[None], segment_ids, sizes)
 
 
