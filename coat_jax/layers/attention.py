@@ -20,8 +20,7 @@ class Scores:
     """The scale, bound and window of the scores of attention.
 
     The score of a query and a key is `scale * q @ k`, or
-    `softcap * tanh(scale * q @ k / softcap)` with a soft cap, as in Gemma 2. XLA's
-    attention runs for these, because cuDNN's has no caps.
+    `softcap * tanh(scale * q @ k / softcap)` with a soft cap, as in Gemma 2.
 
     Attributes:
       scale: The factor on products; None means 1 / sqrt(d).
@@ -62,9 +61,9 @@ def causal_attention(
     The output is `softmax(q @ k.T / sqrt(d)) @ v` for each head, with later positions
     masked. cuDNN's flash attention runs where it can: on GPUs, for heads and dtypes
     that it supports. It saves q, k, v, the output, and one softmax statistic per query
-    and head. XLA's attention runs elsewhere. It saves q, k, v and recomputes the
-    probabilities. Where `pallas_kernels.attention` runs its kernel by default, it is
-    used for soft caps and heads of 256, and saves the same as cuDNN's.
+    and head. On Hopper GPUs `pallas_kernels.attention` runs for soft caps, heads of 256,
+    segments, and windows with `local`, and saves the same. XLA's attention runs
+    elsewhere. It saves q, k, v and recomputes the probabilities.
 
     With `segment_ids` positions attend only to positions of their own segment.
     `pallas_kernels.attention` skips what lies outside of segments and windows. The
@@ -127,10 +126,12 @@ def cached_attention(
 
 
 def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_SCORES):
-    if scores.softcap is not None or not _has_flash_attention(q):
+    in_cudnn = _has_flash_attention(q) and scores.softcap is None
+    # cuDNN's attention computes all that a mask hides.
+    if devices.has_hopper() and not (in_cudnn and _skips(scores, *masks)):
         options = {"scale": scores.scale, "softcap": scores.softcap, "causal": causal}
         ranges = _ranges(q.shape[1], scores, *masks)
-        if devices.has_hopper() and runs_kernel(q, k, v, **options, **ranges):
+        if runs_kernel(q, k, v, in_place_of_kernel=in_cudnn, **options, **ranges):
             arrays = array_types.varying_alike((q, k, v, kept, ranges))
             return _in_kernel(tuple(options.items()), *arrays)
 
@@ -150,7 +151,7 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
             implementation=implementation,
         )
 
-    if not _has_flash_attention(q) or scores.softcap is not None:
+    if not in_cudnn:
         run = jax.checkpoint(partial(attention, implementation="xla"))
         if not kept:
             return run(q, k, v, masks)
@@ -159,6 +160,11 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
     else:
         run = partial(attention, implementation="cudnn")
     return _saving(run, *array_types.varying_alike((q, k, v, kept, masks)))
+
+
+def _skips(scores: Scores, segment_ids: Array | None, local: Array | None) -> bool:
+    """Returns whether cuDNN's attention skips all scores that do not count."""
+    return segment_ids is None and (scores.window is None or local is None)
 
 
 def _ranges(

@@ -179,14 +179,19 @@ def _fp8_linear(x: Array, w: Array) -> Array:
     return fp8_dot_general(x, w, contracted, preferred_element_type=x.dtype)
 
 
+def _again(segment: Callable) -> Callable:
+    return jax.checkpoint(fp8_remat(segment))
+
+
 # The recipes with the FP8 flow for layers that its segments do not fit: those with
 # norms on the outputs of attention and the MLP. Matmuls are in FP8, and `fp8_remat`
-# saves in FP8 what the flow saves.
+# saves in FP8 what the flow saves. The projection runs again in backward, and reads
+# the output that attention saves.
 _COMPOSED: dict[RecipeName, Recipe] = {
     "coat": PlainRecipe(
         linear=_fp8_linear,
         segment=fp8_remat,
-        projection=fp8_remat,
+        projection=_again,
         optimizer=fp8_adamw,
     ),
     "coat_max": PlainRecipe(

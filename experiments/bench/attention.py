@@ -5,8 +5,9 @@
 first compares the kernels with attention in float64 on short sequences, and ends with
 exit code 1 if they differ. Then it times forward, and forward with backward, of causal
 attention in BF16, in turns: the kernels with several tiles, cuDNN's attention where
-there is no soft cap, and XLA's. It writes `bench_attention.json` after each case. Rates
-count the products of scores that are not masked: two forward, and five backward.
+there is no soft cap, and XLA's. For packed sequences these read a mask. It writes
+`bench_attention.json` after each case. Rates count the products of scores that are not
+masked: two forward, and five backward.
 """
 
 import argparse
@@ -55,6 +56,7 @@ class Case:
       batch: The number of sequences.
       softcap: The bound of scores, or None.
       window: The window, or None.
+      documents: The number of documents of random lengths in each sequence.
     """
 
     head_dim: int
@@ -62,11 +64,29 @@ class Case:
     batch: int = 4
     softcap: float | None = None
     window: int | None = None
+    documents: int = 1
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of `pallas_kernels.attention`."""
-        return {"softcap": self.softcap, "window": self.window}
+        ids = jnp.asarray(self.ids()) if self.documents > 1 else None
+        return {"softcap": self.softcap, "window": self.window, "segment_ids": ids}
+
+    def ids(self) -> np.ndarray:
+        """Returns the number of each position's document, int32 [batch, seq]."""
+        rng = np.random.default_rng(self.documents)
+        starts = np.zeros((self.batch, self.seq), np.int32)
+        for sequence in starts:
+            places = 1 + rng.choice(self.seq - 1, self.documents - 1, replace=False)
+            sequence[places] = 1
+        return starts.cumsum(1, dtype=np.int32)
+
+    def counts(self) -> np.ndarray:
+        """Returns which scores count, bool [batch, 1, seq, seq]."""
+        distance = np.arange(self.seq)[:, None] - np.arange(self.seq)
+        near = (distance >= 0) & (distance < (self.window or self.seq))
+        ids = self.ids()
+        return (near & (ids[:, :, None] == ids[:, None]))[:, None]
 
     def arrays(self) -> tuple[jax.Array, ...]:
         """Draws queries, keys, values, and the gradient of the output."""
@@ -80,10 +100,8 @@ class Case:
 
     def flops(self, matmuls: int) -> float:
         """Returns the operations of `matmuls` matmuls of the scores that count."""
-        window = min(self.window or self.seq, self.seq)
-        scores = window * (self.seq - window) + window * (window + 1) / 2
-        heads = self.batch * _HEADS[self.head_dim][0]
-        return 2 * matmuls * scores * heads * self.head_dim
+        scores = int(self.counts().sum()) * _HEADS[self.head_dim][0]
+        return 2 * matmuls * scores * self.head_dim
 
 
 def main() -> None:
@@ -93,6 +111,7 @@ def main() -> None:
     add("--head-dims", type=int, nargs="+", choices=_HEADS, default=list(_HEADS))
     add("--seqs", type=int, nargs="+", default=[2048, 4096])
     add("--windows", type=int, nargs="*", default=[1024], help="of capped cases")
+    add("--documents", type=int, nargs="*", default=[8], help="of packed cases")
     add("--batch", type=int, default=4)
     add("--default-tiles", action="store_true", help="time no other tiles")
     add_turns(parser)
@@ -115,11 +134,10 @@ def main() -> None:
 
 def checked(head_dims: list[int]) -> Iterator[Row]:
     """Yields the relative errors of the kernels on short sequences."""
-    choices = itertools.product(head_dims, (None, _SOFTCAP), (None, 300))
-    for head_dim, softcap, window in choices:
-        case = Case(
-            head_dim=head_dim, seq=1024, batch=1, softcap=softcap, window=window
-        )
+    choices = itertools.product(head_dims, (None, _SOFTCAP), (None, 300), (1, 5))
+    for head_dim, softcap, window, documents in choices:
+        kind = {"softcap": softcap, "window": window, "documents": documents}
+        case = Case(head_dim=head_dim, seq=1024, batch=1, **kind)
         # Scores are several times as large as in models, so that they reach the cap.
         q, k, v, do = (x[:, :, : x.shape[2] // 4] for x in case.arrays())
         arrays = (4 * q, k, v, do)
@@ -141,9 +159,7 @@ def _in_float64(case: Case, *arrays: jax.Array) -> Iterator[np.ndarray]:
     if case.softcap is not None:
         share = np.tanh(scores / case.softcap)
         scores, slope = case.softcap * share, 1 - share**2
-    distance = np.arange(s)[:, None] - np.arange(s)
-    counts = (distance >= 0) & (distance < (case.window or s))
-    p = np.where(counts, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    p = np.where(case.counts(), np.exp(scores - scores.max(-1, keepdims=True)), 0)
     p /= p.sum(-1, keepdims=True)
     dp = do @ v.swapaxes(2, 3)
     ds = slope * p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(d)
@@ -155,14 +171,15 @@ def _in_float64(case: Case, *arrays: jax.Array) -> Iterator[np.ndarray]:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Yields all cases: without a cap, with one, and with a cap and windows."""
-    kinds = [(None, None), (_SOFTCAP, None), *((_SOFTCAP, w) for w in args.windows)]
+    """Yields all cases: with and without a cap, with a cap and windows, and packed."""
+    kinds = [{}, {"softcap": _SOFTCAP}]
+    kinds += [{"softcap": _SOFTCAP, "window": window} for window in args.windows]
+    kinds += [{"documents": documents} for documents in args.documents]
     for head_dim, seq in itertools.product(args.head_dims, args.seqs):
-        for softcap, window in kinds:
+        for kind in kinds:
             # No sequence that fits into the window has one.
-            if window is None or window < seq:
-                options = {"softcap": softcap, "window": window, "batch": args.batch}
-                yield Case(head_dim=head_dim, seq=seq, **options)
+            if kind.get("window", 0) < seq:
+                yield Case(head_dim=head_dim, seq=seq, batch=args.batch, **kind)
 
 
 def tunings(head_dim: int) -> dict[str, Tuning]:
@@ -208,11 +225,14 @@ def _forward(case: Case, tuning: Tuning | None, q, k, v, do) -> jax.Array:
 def _of_jax(case: Case, implementation: str, q, k, v) -> jax.Array:
     """Computes attention with cuDNN's or XLA's implementation."""
     window = None if case.window is None else (case.window - 1, 0)
+    ids = jnp.asarray(case.ids())
+    within = ids[:, None, :, None] == ids[:, None, None]
     if case.softcap is None:
         return jax.nn.dot_product_attention(
             q,
             k,
             v,
+            mask=within if case.documents > 1 else None,
             is_causal=True,
             local_window_size=window,
             implementation=implementation,
@@ -224,8 +244,9 @@ def _of_jax(case: Case, implementation: str, q, k, v) -> jax.Array:
     scores = products / (case.softcap * np.sqrt(case.head_dim))
     scores = case.softcap * jnp.tanh(scores)
     distance = jnp.arange(case.seq)[:, None] - jnp.arange(case.seq)
-    counts = (distance >= 0) & (distance < (case.window or case.seq))
-    scores = jnp.where(counts, scores, jnp.finfo(jnp.float32).min)
+    near = (distance >= 0) & (distance < (case.window or case.seq))
+    counts = near & within if case.documents > 1 else near[None, None]
+    scores = jnp.where(counts[:, None], scores, jnp.finfo(jnp.float32).min)
     shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgst,btkd->bskgd", shares, v).reshape(q.shape)
 
@@ -273,8 +294,8 @@ def measured(case: Case, default_tiles: bool, options: dict[str, Any]) -> list[R
 
 
 def _case_of(row: Row) -> tuple[Any, ...]:
-    names = ("head_dim", "seq", "batch", "softcap", "window", "passes", "of")
-    return tuple(row[name] for name in names)
+    names = [field.name for field in dataclasses.fields(Case)]
+    return tuple(row[name] for name in (*names, "passes", "of"))
 
 
 def bars(rows: list[Row]) -> list[Bar]:
@@ -298,6 +319,7 @@ def table(rows: list[Row]) -> Table:
         Column("positions", "seq"),
         Column("cap", "softcap"),
         Column("window", "window"),
+        Column("documents", "documents"),
         Column("of", "of"),
         Column("ms", lambda row: row["error"] or row["ms"], "{:.3f}"),
         Column("TFLOP/s", "tflop_per_s", "{:.0f}", missing=""),

@@ -168,6 +168,15 @@ class Operation(abc.ABC):
         del arrays
         return None
 
+    def prefers_kernel(self, *arrays: Any) -> bool:
+        """Returns whether a call runs the kernel by default, and says no reasons.
+
+        It is for callers that otherwise run another kernel.
+        """
+        arrays = array_types.varying_alike(arrays)
+        why = _against_kernels(arrays) or self.obstacle(*arrays)
+        return not (why or self.slower(*arrays))
+
     def runs(self, *arrays: Any) -> Implementation:
         """Returns the implementation that a call runs by default.
 

@@ -17,6 +17,25 @@ def test_operations_of_scores_that_count(window):
     assert case.flops(2) == 2 * 2 * count * 128 * 3 * 32
 
 
+def test_documents_of_packed_sequences():
+    """Positions attend within their documents, which have lengths of their own."""
+    case = Case(head_dim=128, seq=16, batch=3, documents=4)
+    ids = case.ids()
+    assert all(sorted(set(sequence)) == [0, 1, 2, 3] for sequence in ids.tolist())
+    lengths = [sequence.count(j) for sequence in ids.tolist() for j in range(4)]
+    count = sum(length * (length + 1) // 2 for length in lengths)
+    assert case.flops(2) == 2 * 2 * count * 128 * 32
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_documents_of_packed_sequences_in_jax(softcap):
+    case = Case(head_dim=128, seq=16, batch=2, documents=3, softcap=softcap)
+    q, k, v, do = case.arrays()
+    actual = attention._of_jax(case, "xla", q, k, v)
+    expected = next(attention._in_float64(case, q, k, v, do))
+    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, atol=0.03)
+
+
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_all_tiles_fit_the_measured_sequences(head_dim):
     named = attention.tunings(head_dim)
@@ -29,9 +48,12 @@ def test_all_tiles_fit_the_measured_sequences(head_dim):
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_the_check_in_float64_is_the_one_of_the_tests(head_dim):
-    case = Case(head_dim=head_dim, seq=16, batch=1, softcap=1.5, window=5)
+    case = Case(
+        head_dim=head_dim, seq=16, batch=1, softcap=1.5, window=5, documents=2
+    )
     arrays = case.arrays()
-    expected = oracle(*arrays, scale=head_dim**-0.5, softcap=1.5, window=5)
+    masks = {"window": 5, "ids": case.ids()}
+    expected = oracle(*arrays, scale=head_dim**-0.5, softcap=1.5, **masks)
     actual = attention._in_float64(case, *arrays)
     for x, y in zip(actual, expected[:1] + expected[2:], strict=True):
         np.testing.assert_allclose(x, y, atol=1e-12)

@@ -133,7 +133,6 @@ def test_layers_run_the_kernel_for_soft_caps(local, monkeypatch):
         return out, *vjp(do)
 
     monkeypatch.setattr(devices, "has_hopper", lambda: True)
-    monkeypatch.setattr(api._Untimed, "slower", lambda *_: None)
     with interpreted(monkeypatch):
         actual = jax.block_until_ready(jax.jit(passes)(*case.arrays()))
     masks = {"window": None if local is False else 40, "ids": case.ids}
@@ -141,13 +140,15 @@ def test_layers_run_the_kernel_for_soft_caps(local, monkeypatch):
     assert_near(actual, expected[:1] + expected[2:], 8e-3)
 
 
-def test_no_kernel_runs_that_has_not_been_timed(monkeypatch):
+def test_the_kernel_runs_by_default_where_it_can(monkeypatch):
     monkeypatch.setattr(devices, "has_hopper", lambda: True)
-    q = jnp.ones((1, 256, 2, 128), BF16)
-    (choice,) = pk.explain(pk.attention, q, q, q).choices
-    assert choice.implementation == "reference"
-    assert choice.reason == "the kernel has not been timed next to XLA"
-    assert not api.runs_kernel(q, q, q)
+    q, odd = (jnp.ones((1, 256, 2, d), BF16) for d in (128, 96))
+    (choice,) = pk.explain(pk.attention, q, q, q, implementation=None).choices
+    assert choice.implementation == "mosaic"
+    assert api.runs_kernel(q, q, q)
+    assert not api.runs_kernel(odd, odd, odd, in_place_of_kernel=True)
+    (choice,) = pk.explain(partial(api.runs_kernel), odd, odd, odd).choices
+    assert choice.reason == "heads must have one of the sizes (64, 128, 256), got 96"
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Tests what attention saves for its backward pass."""
+"""Tests which kernel computes attention, and what is saved for its backward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from coat_jax.layers import attention
+from coat_jax.layers.attention import Scores
+from pallas_kernels.dispatch import operations, stand_ins
 
 
 @jax.custom_vjp
@@ -48,3 +50,37 @@ def test_backward_gets_empty_residuals_that_are_not_saved(copies):
     np.testing.assert_allclose(dq, do * k.sum(), rtol=1e-5)
     np.testing.assert_allclose(dk, np.full_like(k, (do * q).sum()), rtol=1e-5)
     np.testing.assert_array_equal(dv, do)
+
+
+IDS = jnp.zeros((1, 256), jnp.int32)
+LOCAL = jnp.bool_(True)
+
+
+@pytest.mark.parametrize(
+    ("scores", "segment_ids", "local", "head_dim", "kernel"),
+    [
+        (Scores(), None, None, 128, "cudnn"),
+        (Scores(window=64), None, None, 128, "cudnn"),
+        (Scores(window=256), None, LOCAL, 128, "cudnn"),
+        (Scores(), IDS, None, 96, "cudnn"),
+        (Scores(window=64), None, LOCAL, 128, "own"),
+        (Scores(window=64), IDS, None, 128, "own"),
+        (Scores(), IDS, None, 64, "own"),
+        (Scores(softcap=50.0), None, None, 128, "own"),
+        (Scores(), None, None, 256, "own"),
+    ],
+)
+def test_the_kernel_that_skips_what_does_not_count_runs_on_hopper(
+    scores, segment_ids, local, head_dim, kernel
+):
+    x = jax.ShapeDtypeStruct((1, 256, 2, head_dim), jnp.bfloat16)
+
+    def run(q, k, v):
+        options = {"scores": scores, "local": local}
+        return attention.causal_attention(q, k, v, (), segment_ids, **options)
+
+    with operations.traced_anew(), stand_ins.for_hopper():
+        program = str(jax.make_jaxpr(run)(x, x, x))
+    assert ("coat_kernel" in program) == (kernel == "own")
+    assert ("dot_product_attention_fwd" in program) == (kernel == "cudnn")
+    assert "dot_general" not in program

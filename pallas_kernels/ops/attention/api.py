@@ -46,8 +46,7 @@ def attention(
         keys at a distance of `window` or more are masked. None means all.
       segment_ids: The number of each position's segment. Positions attend only to their
         own one.
-      implementation: The implementation; None means jnp, because the kernel has not
-        been timed on a GPU.
+      implementation: The implementation; None means the kernel where it can run.
       tuning: The kernels' tiles; None means the default.
 
     Returns:
@@ -107,8 +106,7 @@ def attention_grad(
       causal: Whether later positions are masked.
       window: The number of positions that a query attends to.
       segment_ids: The number of each position's segment.
-      implementation: The implementation; None means jnp, because the kernel has not
-        been timed on a GPU.
+      implementation: The implementation; None means the kernel where it can run.
       tuning: The kernels' tiles; None means the default.
 
     Returns:
@@ -146,12 +144,20 @@ def runs_kernel(
     q: Float[Array, "b s n d"],
     k: Float[Array, "b s m d"],
     v: Float[Array, "b s m d"],
+    *,
+    in_place_of_kernel: bool = False,
     **options,
 ) -> bool:
-    """Returns whether `attention` of arrays and options runs the kernel by default."""
+    """Returns whether `attention` of arrays and options runs the kernel by default.
+
+    If not, warnings and `explain` say why, except where another kernel runs then.
+    """
     scoring, masks = _checked(q, k, v, **(_DEFAULTS | options))
     operation = _Attention(scoring=scoring, tuning=None)
-    return operation.runs(_grouped(q, k), k, v, *masks) == "mosaic"
+    arrays = _grouped(q, k), k, v, *masks
+    if in_place_of_kernel:
+        return operation.prefers_kernel(*arrays)
+    return operation.runs(*arrays) == "mosaic"
 
 
 _DEFAULTS = dict(scale=None, softcap=None, causal=True, window=None, segment_ids=None)
@@ -194,18 +200,8 @@ def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
     return scoring, (window, segment_ids)
 
 
-class _Untimed(operations.Operation):
-    """An operation with a kernel that runs only where a caller names it."""
-
-    fast_in_xla = True  # Nothing says that XLA is slower.
-
-    def slower(self, *arrays) -> str | None:
-        del arrays
-        return "the kernel has not been timed next to XLA"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Attention(_Untimed):
+class _Attention(operations.Operation):
     """`attention`, for queries [b, s, m, g, d], g of them for each key head."""
 
     scoring: Scoring
@@ -235,7 +231,7 @@ class _Attention(_Untimed):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _AttentionGrad(_Untimed):
+class _AttentionGrad(operations.Operation):
     """`attention_grad`, for queries [b, s, m, g, d], g of them for each key head."""
 
     scoring: Scoring
