@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from coat_jax.convert.report import fp8_report
     from coat_jax.fp8.dot_general import fp8_dot_general
     from coat_jax.fp8.ragged_dot import fp8_ragged_dot
+    from coat_jax.layers.attention import attention
     from coat_jax.memory.api import estimate_memory, largest_batch
     from coat_jax.models.generation import Generated, generate
     from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
@@ -54,6 +55,7 @@ __all__ = [
     "QuantizedArray",
     "QuantizedState",
     "apply_layer",
+    "attention",
     "dequantize",
     "estimate_memory",
     "fp8",
@@ -86,6 +88,7 @@ lazy.attach(
         "coat_jax.convert.report": "fp8_report",
         "coat_jax.fp8.dot_general": "fp8_dot_general",
         "coat_jax.fp8.ragged_dot": "fp8_ragged_dot",
+        "coat_jax.layers.attention": "attention",
         "coat_jax.models.generation": "Generated generate",
         "coat_jax.memory.api": "estimate_memory largest_batch",
         "coat_jax.optimizers.adam": "fp8_adamw scale_by_fp8_adam",

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
 from pallas_kernels.dispatch import array_types, devices, stand_ins
-from pallas_kernels.ops.attention.api import runs_kernel
+from pallas_kernels.ops.attention.api import check_heads, runs_kernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,62 @@ class Scores:
 LLAMA_SCORES = Scores()
 
 
+def attention(
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b s m d"],
+    v: Float[Array, "b s m d"],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: Int[Array, "b s"] | None = None,
+) -> Float[Array, "b s n d"]:
+    """Computes softmax attention with the fastest kernel, for any model.
+
+    The score of a query and a key is `x = scale * q @ k`, or
+    `softcap * tanh(x / softcap)` with a soft cap, as in Gemma 2. The output is
+    `softmax(scores) @ v` over the keys that count. It is what
+    `jax.nn.dot_product_attention` computes, which has no soft caps, and which reads a
+    mask [b, 1, s, s] where several documents are packed into a sequence. On Hopper GPUs
+    `pallas_kernels.attention` runs where cuDNN's attention would need either, and for
+    heads of 256. Both save q, k, v, the output, and a number for each query and head;
+    XLA's attention, which runs elsewhere, computes the probabilities again in backward.
+
+    Args:
+      q: Queries.
+      k: Keys; m divides n, and each of them serves n / m heads in turn.
+      v: Values.
+      scale: The factor on products; None means 1 / sqrt(d).
+      softcap: The bound of scores; None means no bound.
+      causal: Whether later positions are masked.
+      window: The number of positions that a query attends to, its own one included;
+        None means all. It needs `causal`.
+      segment_ids: The number of each position's document. Positions attend only to
+        their own one; None means that a sequence is one document.
+
+    Raises:
+      ValueError: If shapes do not match, a number is not positive, or `window` is given
+        and `causal` is not.
+
+    Examples:
+      >>> import coat_jax as coat
+      >>> import jax.numpy as jnp
+      >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.ones((1, 3, 2, 8))
+      >>> documents = jnp.array([[0, 0, 1]])
+      >>> coat.attention(q, k, k, softcap=50.0, segment_ids=documents).shape
+      (1, 3, 4, 8)
+    """
+    check_heads(q, k, v, segment_ids)
+    if window is not None and not causal:
+        raise ValueError(f"a window needs causal=True, got window={window}")
+    scores = Scores(scale=scale, softcap=softcap, window=window)
+    masks = segment_ids, None
+    if window is not None and window >= q.shape[1]:
+        scores = dataclasses.replace(scores, window=None)
+    return _attention(q, k, v, masks=masks, causal=causal, scores=scores)
+
+
 def causal_attention(
     q: Float[Array, "b s n d"],
     k: Float[Array, "b s k d"],
@@ -61,8 +117,8 @@ def causal_attention(
     The output is `softmax(q @ k.T / sqrt(d)) @ v` for each head, with later positions
     masked. cuDNN's flash attention runs where it can: on GPUs, for heads and dtypes
     that it supports. It saves q, k, v, the output, and one softmax statistic per query
-    and head. On Hopper GPUs `pallas_kernels.attention` runs for soft caps, heads of 256,
-    segments, and windows with `local`, and saves the same. XLA's attention runs
+    and head. On Hopper GPUs `pallas_kernels.attention` runs for soft caps, heads of
+    256, segments, and windows with `local`, and saves the same. XLA's attention runs
     elsewhere. It saves q, k, v and recomputes the probabilities.
 
     With `segment_ids` positions attend only to positions of their own segment.
@@ -135,8 +191,8 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
             arrays = array_types.varying_alike((q, k, v, kept, ranges))
             return _in_kernel(tuple(options.items()), *arrays)
 
-    def attention(q, k, v, masks, implementation):
-        mask = _mask(q.shape[1], scores, *masks)
+    def in_jax(q, k, v, masks, implementation):
+        mask = _mask(q.shape[1], scores, causal, *masks)
         if scores.softcap is not None:
             return _masked_attention(q, k, v, mask, scores)
         skips = scores.window is not None and mask is None
@@ -152,13 +208,13 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
         )
 
     if not in_cudnn:
-        run = jax.checkpoint(partial(attention, implementation="xla"))
+        run = jax.checkpoint(partial(in_jax, implementation="xla"))
         if not kept:
             return run(q, k, v, masks)
     elif stand_ins.active.get():
         run = _ignoring_masks
     else:
-        run = partial(attention, implementation="cudnn")
+        run = partial(in_jax, implementation="cudnn")
     return _saving(run, *array_types.varying_alike((q, k, v, kept, masks)))
 
 
@@ -198,7 +254,7 @@ _in_kernel.defvjp(_in_kernel_fwd, _in_kernel_bwd)
 
 
 def _masked_attention(q, k, v, mask, scores):
-    """Computes attention where `mask` is true, with XLA."""
+    """Computes attention where `mask` is true, if there is one, with XLA."""
     if scores.softcap is None:
         return jax.nn.dot_product_attention(
             q, k, v, mask=mask, scale=scores.scale, implementation="xla"
@@ -210,7 +266,8 @@ def _masked_attention(q, k, v, mask, scores):
         "bskgd,btkd->bkgst", groups, k, preferred_element_type=jnp.float32
     )
     capped = scores.softcap * jnp.tanh(scale * wide / scores.softcap)
-    capped = jnp.where(mask[:, :, None], capped, jnp.finfo(jnp.float32).min)
+    if mask is not None:
+        capped = jnp.where(mask[:, :, None], capped, jnp.finfo(jnp.float32).min)
     shares = jax.nn.softmax(capped, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgst,btkd->bskgd", shares, v).reshape(b, s, n, d)
 
@@ -264,7 +321,11 @@ def _same_segment(ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
 
 
 def _mask(
-    length: int, scores: Scores, segment_ids: Array | None, local: Array | None
+    length: int,
+    scores: Scores,
+    causal: bool,
+    segment_ids: Array | None,
+    local: Array | None,
 ) -> Bool[Array, "#b 1 s s"] | None:
     """Returns which keys count, or None if attention itself can tell.
 
@@ -273,7 +334,7 @@ def _mask(
     """
     masks = [] if segment_ids is None else [_same_segment(segment_ids)]
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
-    if scores.softcap is not None:
+    if scores.softcap is not None and causal:
         masks.append((distance >= 0)[None, None])
     if scores.window is not None and (masks or local is not None):
         near = (distance < scores.window)[None, None]

@@ -1,4 +1,4 @@
-"""Transformer layers as users of Flax write them: nothing here is of this library.
+"""Transformer layers as users of Flax write them: this library's attention is in one.
 
 They differ in what the library's own layers fix: separate matmuls for queries, keys and
 values, norms of single heads, biases, LayerNorm, cross attention, modulation, and marks
@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+import coat_jax as coat
 from experiments.common.layer_cases import Shape
 
 DotGeneral = Callable[..., Array] | None
@@ -192,6 +193,17 @@ class Gemma2(FlaxLlama):
         return x + self.norms[3](self.down(nnx.gelu(self.gate(h)) * self.up(h)))
 
 
+class Gemma2InKernels(Gemma2):
+    """The same with this library's attention, which has a kernel for soft caps."""
+
+    def attention(
+        self, q: Array, k: Array, v: Array, causal: bool = True
+    ) -> Float[Array, "b s m"]:
+        """Computes attention with capped scores, with heads joined."""
+        out = coat.attention(q, k, v, softcap=SOFTCAP, causal=causal)
+        return out.reshape(*out.shape[:2], -1)
+
+
 class VisionTransformer(Layer):
     """LayerNorm, attention to all tokens, a GELU MLP, and biases everywhere."""
 
@@ -272,6 +284,7 @@ LAYERS: dict[str, type[Layer]] = {
     "llama, constrained": ConstrainedLlama,
     "qwen": Qwen,
     "gemma 2": Gemma2,
+    "gemma 2, coat.attention": Gemma2InKernels,
     "vision transformer": VisionTransformer,
     "encoder-decoder": Decoder,
     "diffusion transformer": DiffusionTransformer,

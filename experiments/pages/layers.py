@@ -5,7 +5,7 @@ import textwrap
 from typing import Any
 
 from experiments.common.results import NEWEST_JAX, OLDEST_JAX, load
-from experiments.common.tables import Column, by_column, markdown
+from experiments.common.tables import Column, by_column, grouped, markdown
 from experiments.pages.release import times_bf16
 from experiments.pages.sections import section
 from experiments.pages.speed import time_of
@@ -119,6 +119,48 @@ def _foreign(results: dict[str, Any]) -> tuple[str, str]:
 def _foreign_cell(layer: tuple[str, dict[str, dict[str, Any]]], case: str) -> str:
     row = layer[1].get(case)
     return "" if row is None else f"{time_of(row)}, {row['saved_units']:.1f}U"
+
+
+def attention() -> str:
+    """Returns the section on the kernels of attention."""
+    results = load("bench_attention")
+    cases = grouped(results["rows"], _attention_case)
+    first = results["rows"][0]
+    text = (
+        "**Attention** (`bench_attention`): milliseconds of causal attention in BF16 "
+        f"(batch {first['batch']}; 32 query heads of 128 or 16 of 256, and 8 key "
+        f"heads) on one {results['device']['name']}, for `pallas_kernels.attention`, "
+        "cuDNN's attention and XLA's. cuDNN's has no soft caps, and reads a mask for "
+        "packed documents. XLA's runs again in backward."
+    )
+    columns = [
+        Column(title, lambda case, j=j: case[0][j], form)
+        for j, (title, form) in enumerate(_ATTENTION_COLUMNS.items())
+    ]
+    for title, of in _ATTENTIONS.items():
+        value = functools.partial(_attention_ms, of=of)
+        columns.append(Column(title, value, "{:.2f}", missing=""))
+    return section(text, markdown(columns, cases.items()))
+
+
+_ATTENTION_COLUMNS = {
+    "": "{}",
+    "head": "{}",
+    "sequence": "{:,}",
+    "soft cap": "{}",
+    "window": "{}",
+    "documents": "{}",
+}
+_ATTENTIONS = {"the kernel": "default", "cuDNN": "cudnn", "XLA": "xla"}
+
+
+def _attention_case(row: dict[str, Any]) -> tuple[Any, ...]:
+    keys = ("passes", "head_dim", "seq", "softcap", "window", "documents")
+    return tuple(row[key] for key in keys)
+
+
+def _attention_ms(case: tuple[Any, list[dict[str, Any]]], of: str) -> float | None:
+    return next((row.get("ms") for row in case[1] if row["of"] == of), None)
 
 
 def of_models() -> str:

@@ -217,6 +217,27 @@ def finetuning_real() -> str:
     return section(text, _answers(shares, points, losses))
 
 
+def finetuning_large() -> str:
+    """Returns the section on fine-tuning an 8B shape on one GPU."""
+    name = "finetune_large"
+    results = load("finetune_real", name)
+    rows = results["rows"]
+    text = (
+        f"**Adapters on Llama-3-8B's shape** (`{name}`): made-up weights, "
+        f"{_millions(rows[0]['parameters'])} parameters of adapters, one sequence of "
+        f"{rows[0]['seq_len']:,} tokens a step, {rows[0]['steps']} steps on one "
+        f"{results['device']['name']}. The frozen weights of `coat` and `coat_max` are "
+        "in FP8, a byte a number."
+    )
+    columns = (
+        Column("", lambda row: row["training"].removeprefix("adapters-"), "`{}`"),
+        Column("tokens/s", "tokens_per_s", "{:,.0f}"),
+        Column("peak, GiB", lambda row: row["device_peak_bytes"] / 2**30, "{:.1f}"),
+        Column("validation loss", "val_loss", "{:.3f}"),
+    )
+    return section(text, markdown(columns, rows))
+
+
 def _answers(
     shares: Mapping[tuple[str, str], float],
     points: Mapping[str, tuple[float, float]],

@@ -48,9 +48,7 @@ def test_all_tiles_fit_the_measured_sequences(head_dim):
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_the_check_in_float64_is_the_one_of_the_tests(head_dim):
-    case = Case(
-        head_dim=head_dim, seq=16, batch=1, softcap=1.5, window=5, documents=2
-    )
+    case = Case(head_dim=head_dim, seq=16, batch=1, softcap=1.5, window=5, documents=2)
     arrays = case.arrays()
     masks = {"window": 5, "ids": case.ids()}
     expected = oracle(*arrays, scale=head_dim**-0.5, softcap=1.5, **masks)

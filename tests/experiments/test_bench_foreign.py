@@ -74,9 +74,24 @@ def test_on_hopper_gemma_2s_attention_is_saved_once():
         report = coat.residual_report(
             lambda params, x: fn(params, -x), params, shape.input()
         )
-    # Copies of the stream twice, of the MLP's output before its norm, and of a gate's two
-    # inputs, with a scale for 16 elements.
+    # Copies of the stream twice, of the MLP's output before its norm, and of a gate's
+    # two inputs, with a scale for 16 elements.
     expected = 2.5 + 1 / 64 + (2 + 1 + 2 * 3.5) * 9 / 16
+    np.testing.assert_allclose(report.nbytes / shape.unit, expected, rtol=1e-3)
+
+
+def test_on_hopper_foreign_layers_save_capped_attention_once():
+    """`coat.attention` is known under `fp8_remat` as cuDNN's attention is."""
+    shape = Shape(
+        hidden=4096, seq=2048, batch=4, intermediate=14_336, kv_heads=8, head_dim=128
+    )
+    with operations.traced_anew(), stand_ins.for_hopper():
+        fn, params = foreign.case_of("gemma 2, coat.attention", "both", shape)
+        report = coat.residual_report(
+            lambda params, x: fn(params, -x), params, shape.input()
+        )
+    # Copies of four norms' inputs and of a gate's two, with a scale for 16 elements.
+    expected = 2.5 + 1 / 64 + (4 + 2 * 3.5) * 9 / 16
     np.testing.assert_allclose(report.nbytes / shape.unit, expected, rtol=1e-3)
 
 

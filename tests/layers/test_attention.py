@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.attention import oracle
 
+import coat_jax as coat
 from coat_jax.layers import attention
 from coat_jax.layers.attention import Scores
 from pallas_kernels.dispatch import operations, stand_ins
@@ -84,3 +86,51 @@ def test_the_kernel_that_skips_what_does_not_count_runs_on_hopper(
     assert ("coat_kernel" in program) == (kernel == "own")
     assert ("dot_product_attention_fwd" in program) == (kernel == "cudnn")
     assert "dot_general" not in program
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    "masks", [{}, {"window": 5}, {"window": 50}, {"causal": False}, {"ids": True}]
+)
+def test_attention_and_its_gradients(softcap, masks):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(2, 24, heads, 8) for heads in (4, 2, 2, 4)]
+    q, k, v, do = map(jax.random.normal, keys, shapes)
+    documents = np.repeat([[0, 1, 4], [2, 3, 3]], 8, axis=1)
+    ids = documents if "ids" in masks else None
+    scores = {"scale": 0.5, "softcap": softcap}
+    scores |= {name: value for name, value in masks.items() if name != "ids"}
+
+    @jax.jit
+    def passes(q, k, v, do):
+        def run(q, k, v):
+            segment_ids = None if ids is None else jnp.asarray(ids)
+            return coat.attention(q, k, v, segment_ids=segment_ids, **scores)
+
+        out, vjp = jax.vjp(run, q, k, v)
+        return out, *vjp(do)
+
+    out, _, *grads = oracle(q, k, v, do, ids=ids, **scores)
+    for actual, expected in zip(passes(q, k, v, do), (out, *grads), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 4, "causal": False}, "a window needs causal=True, got window=4"),
+        ({"window": 0}, "window must be positive, got 0"),
+        ({"softcap": -1.0}, "softcap must be positive, got -1.0"),
+        ({"segment_ids": jnp.zeros((1, 3), int)}, r"segment ids must be \(1, 4\)"),
+    ],
+)
+def test_attention_refuses(options, message):
+    q, *_ = _arrays()
+    with pytest.raises(ValueError, match=message):
+        coat.attention(q, q, q, **options)
+
+
+def test_attention_refuses_other_keys():
+    q, *_ = _arrays()
+    with pytest.raises(ValueError, match="n a multiple of m, got"):
+        coat.attention(q, q[:, :3], q[:, :3])

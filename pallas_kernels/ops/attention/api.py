@@ -169,8 +169,8 @@ def _grouped(x: Array, k: Array) -> Array:
     return x.reshape(b, s, k.shape[2], -1, d)
 
 
-def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
-    """Returns how scores follow from q and k, and the arrays of the masks."""
+def check_heads(q: Array, k: Array, v: Array, segment_ids: Array | None) -> None:
+    """Raises ValueError unless the shapes of attention's arrays match."""
     b, s, n, d = q.shape
     m = k.shape[2]
     if k.shape != (b, s, m, d) or v.shape != k.shape or not m or n % m:
@@ -178,13 +178,19 @@ def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
             "heads must be [b, s, n, d], [b, s, m, d] and [b, s, m, d], n a multiple "
             f"of m, got {q.shape}, {k.shape} and {v.shape}"
         )
+    if segment_ids is not None and segment_ids.shape != (b, s):
+        raise ValueError(f"segment ids must be {(b, s)}, got {segment_ids.shape}")
+
+
+def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
+    """Returns how scores follow from q and k, and the arrays of the masks."""
+    check_heads(q, k, v, segment_ids)
+    s, d = q.shape[1], q.shape[3]
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive, got {value!r}")
     if isinstance(window, int) and window < 1:
         raise ValueError(f"window must be positive, got {window}")
-    if segment_ids is not None and segment_ids.shape != (b, s):
-        raise ValueError(f"segment ids must be {(b, s)}, got {segment_ids.shape}")
     scoring = Scoring(
         scale=d**-0.5 if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
