@@ -110,7 +110,7 @@ def main() -> None:
     add = parser.add_argument
     add("--head-dims", type=int, nargs="+", choices=_HEADS, default=list(_HEADS))
     add("--seqs", type=int, nargs="+", default=[2048, 4096])
-    add("--windows", type=int, nargs="*", default=[1024], help="of capped cases")
+    add("--windows", type=int, nargs="*", default=[1024], help="of windowed cases")
     add("--documents", type=int, nargs="*", default=[8], help="of packed cases")
     add("--batch", type=int, default=4)
     add("--default-tiles", action="store_true", help="time no other tiles")
@@ -171,9 +171,9 @@ def _in_float64(case: Case, *arrays: jax.Array) -> Iterator[np.ndarray]:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Yields all cases: with and without a cap, with a cap and windows, and packed."""
-    kinds = [{}, {"softcap": _SOFTCAP}]
-    kinds += [{"softcap": _SOFTCAP, "window": window} for window in args.windows]
+    """Yields all cases: with a cap, a window, both and neither, and packed ones."""
+    caps = {}, {"softcap": _SOFTCAP}
+    kinds = [*caps, *(cap | {"window": w} for w in args.windows for cap in caps)]
     kinds += [{"documents": documents} for documents in args.documents]
     for head_dim, seq in itertools.product(args.head_dims, args.seqs):
         for kind in kinds:

@@ -36,6 +36,7 @@ from experiments.common.foreign_layers import (
     ConstrainedLlama,
     FlaxLlama,
     Gemma2,
+    Gemma2InKernels,
     Layer,
     NamedLlama,
     Qwen,
@@ -71,13 +72,15 @@ CASES: dict[str, tuple[Callable | None, Callable]] = {
 OWN = "own layer"
 OWN_CASES = {OWN: "coat", f"{OWN}, bf16": "bf16"}
 # The options of the own layer that computes what a layer of others does.
-_GEMMA_2 = {"norm_placement": "both", "norm_offset": 1.0, "gate": "gelu"}
+_GEMMA_2: dict[str, Any] = {"norm_placement": "both", "norm_offset": 1.0}
+_GEMMA_2 |= {"gate": "gelu", "scores": Scores(softcap=SOFTCAP)}
 OWN_OPTIONS: dict[type[Layer], dict[str, Any]] = {
     FlaxLlama: {},
     NamedLlama: {},
     ConstrainedLlama: {},
     Qwen: {"qk_norm": "head"},
-    Gemma2: _GEMMA_2 | {"scores": Scores(softcap=SOFTCAP)},
+    Gemma2: _GEMMA_2,
+    Gemma2InKernels: _GEMMA_2,
 }
 # Targets on one Hopper GPU: speedups over BF16, the speed of the library's own layer, U
 # saved, and times smaller than BF16.
@@ -96,7 +99,7 @@ _OTHERS, _OF_OWN, _SMALLER = 1.35, 0.98, 3.5
 # Targets of the own layer that computes a layer of other models than Llama: its speed
 # over the fastest BF16 layer, and U saved.
 _OWN_SPEED, _OWN_UNITS = 1.5, 8.5
-_OTHER_MODELS = ("qwen", "gemma 2")
+_OTHER_MODELS = ("qwen", "gemma 2", "gemma 2, coat.attention")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
