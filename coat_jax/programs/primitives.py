@@ -79,8 +79,8 @@ def _entries() -> Iterator[tuple[str, Entry]]:
         Kind.REDUCTION: "reduce_and reduce_max reduce_min reduce_or reduce_prod "
         "reduce_sum",
         Kind.MATMUL: "conv_general_dilated dot_general ragged_dot_general",
-        Kind.WRITE: "argmax argmin concatenate cond cumsum gather gather_rows "
-        "ragged_all_to_all scatter scatter-add sort while",
+        Kind.WRITE: "argmax argmin concatenate cond cumsum empty empty2 gather "
+        "gather_rows ragged_all_to_all scatter scatter-add sort while",
         Kind.STATEFUL: "rng_uniform",
     }
     for kind, words in names.items():

@@ -22,17 +22,22 @@ from coat_jax.programs.primitives import (
 )
 from coat_jax.quantization.formats import Format
 from coat_jax.quantization.granularity import PerGroup
-from coat_jax.remat.kernels import kernels_with_statistics
+from coat_jax.remat.kernels import kernel_statistics, kernels_with_statistics
 from coat_jax.remat.loops import equal_stacks
 from coat_jax.remat.policies import Policy, offloads
 from coat_jax.remat.recompute import Derivation
-from coat_jax.remat.shapes import group_of_products, merged_axes, why_not_fp8
+from coat_jax.remat.shapes import (
+    MIN_STATISTIC,
+    group_of_products,
+    merged_axes,
+    why_not_fp8,
+)
 from coat_jax.remat.trace import Linearized, Residual
 from pallas_kernels import versions
 from pallas_kernels.checks import positive_int
 
-_MIN_STATISTIC = 16  # The fewest elements of a row that has statistics.
 _IN_LOOP = "offloaded by the policy in a loop"
+_OF_KERNEL = "float32 statistics of a kernel"
 
 
 # A function of a program, the paths of its arguments, and whether each is a parameter.
@@ -183,6 +188,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
     computed = _computed_from(program, is_param)
     statistics = _statistics(program)
+    of_kernels = kernel_statistics(traced, program)
     offloaded = _offloaded(program, residuals, options.policy)
     on_host = {i for i, v in enumerate(residuals) if _is_on_host(v.aval)}
     ways: list[Any] = []
@@ -198,6 +204,8 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
             ways.append("recompute")
         elif var in statistics:
             ways.append(Wide("statistics of longer rows"))
+        elif var in of_kernels:
+            ways.append(Wide(_OF_KERNEL))
         else:
             ways.append(_saved(traced, index, options))
     # Integers have no gradients and no copies: masks are made of them again.
@@ -205,13 +213,13 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     constants = [*params, *integers, *_recomputed(residuals, ways)]
     derivation = Derivation(program, constants, statistics, options.group)
     copied = {v for v, choice in zip(residuals, ways, strict=True) if _is_copy(choice)}
-    for results, operands in kernels_with_statistics(traced, program, copied):
+    for kernel in kernels_with_statistics(traced, program, copied):
         for index, var in enumerate(residuals):
-            if options.rerun_attention:
-                if _is_among(var, results):
-                    derivation.compute(var, operands)
+            if options.rerun_attention and not kernel.is_nested:
+                if _is_among(var, kernel.results):
+                    derivation.compute(var, kernel.operands)
                     ways[index] = "recompute"
-            elif _is_copy(ways[index]) and var in results | operands:
+            elif _is_copy(ways[index]) and var in kernel.results | kernel.operands:
                 ways[index] = Wide("a kernel reads it beside statistics")
 
     for index in offloaded:
@@ -377,7 +385,7 @@ def _statistics(program: core.Jaxpr) -> set[core.Var]:
     for eqn in program.eqns:
         size = max((sizes.get(v, 0) for v in variables(eqn.invars)), default=0)
         if eqn.primitive.name.startswith("reduce_"):
-            rows = size_of(eqn.invars[0].aval) // _MIN_STATISTIC
+            rows = size_of(eqn.invars[0].aval) // MIN_STATISTIC
             size = max(size, rows)
         for var in eqn.outvars:
             if size_of(var.aval) <= size:
@@ -402,7 +410,7 @@ def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
     if aval.dtype == jnp.float32 and any(is_foreign(eqn.primitive) for eqn in readers):
         # Float32 arrays that a custom kernel reads are statistics by convention, such
         # as attention's log-sum-exp.
-        return Wide("float32 statistics of a kernel")
+        return Wide(_OF_KERNEL)
     if options.where is not None and not options.where(traced.describe(index)):
         return Wide("where returned False")
     only_products = bool(readers) and all(map(is_matmul, readers))

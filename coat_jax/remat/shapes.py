@@ -12,6 +12,7 @@ _MIN_SIZE = 4096
 # Scales of shorter rows take too many bytes. Then axes before the last one are merged
 # with it, except the first axis. Rows of one element are statistics.
 _MIN_ROW_BYTES = 16
+MIN_STATISTIC = 16  # The fewest elements of a row that has statistics.
 _MERGED = 16  # The least length of an axis that several axes are merged to.
 # Arrays that only matmuls read get groups of up to `_MAX_GROUP` elements. A longer row
 # must then be a multiple of `_SHARES` groups, so that devices can share it without
