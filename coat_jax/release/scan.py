@@ -45,7 +45,13 @@ class SavedArrays:
                 saved.append(x)
 
     def vjp(self, params: Any, by_layer: Sequence[Array], constants: Sequence) -> Any:
-        """Returns the vjp function of a layer, with these arrays in it."""
+        """Returns the vjp function of a layer, with the arrays that it has saved.
+
+        Args:
+          params: The layer's parameters.
+          by_layer: The layer's elements of the stacks that forward has saved.
+          constants: The arrays that are the same for all layers.
+        """
         arrays = {
             "params": jax.tree.leaves(params),
             "by_layer": by_layer,

@@ -161,9 +161,10 @@ def _split(mesh: Mesh, x: Any) -> NamedSharding:
 
 
 def traces(shape: Shape) -> dict[str, Any]:
-    """Times the traces of a layer and of equal further layers; counts functions.
+    """Times the trace of one layer, and of further layers that equal it.
 
-    The functions are counted in a trace of another length, which reuses no trace.
+    It also counts the functions of this library that run while a layer is traced. This
+    is a trace with another sequence length, because JAX would reuse an earlier one.
     """
     _trace_s("bf16", shape, [1])  # JAX loads what any layer needs.
     first, further = _trace_s("both", shape, [1, _FURTHER])

@@ -44,7 +44,7 @@ from experiments.training.moment_plots import plot_moments
 from experiments.training.plots import plot_losses
 from experiments.training.runs import check_unused
 from experiments.training.settings import Recipe, Settings
-from experiments.training.step import TrainState
+from experiments.training.state import TrainState
 from experiments.training.text import text_codec
 from experiments.training.trainer import Trainer
 

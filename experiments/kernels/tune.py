@@ -103,7 +103,7 @@ def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
 
 
 def key(kernel: str, shape: tuple[int, ...]) -> str:
-    """Returns the key of a matmul in the table."""
+    """Returns the key of a matmul [m, n, k] in the kernels' table of settings."""
     return tuning.key(PRODUCTS[kernel], *shape)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.training.step import Metrics
+from experiments.training.state import Metrics
 
 MOST_ROLLBACKS = 3  # Returns to one checkpoint; a further bad step stops the training.
 LOSSES = 50  # Losses that a next one is compared with.

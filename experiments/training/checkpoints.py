@@ -28,7 +28,7 @@ from experiments.common.memory import tree_bytes
 from experiments.common.results import read_json, write_json
 from experiments.training import processes
 from experiments.training.settings import Settings
-from experiments.training.step import TrainState
+from experiments.training.state import TrainState
 
 
 @dataclasses.dataclass(kw_only=True)

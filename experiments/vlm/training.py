@@ -9,7 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from coat_jax.models import vlm
-from experiments.training.step import EMPTY, ModelTrainer, TrainState
+from experiments.training.state import EMPTY, TrainState
+from experiments.training.step import ModelTrainer
 from experiments.vlm.data import END, IMAGE, PAD, Batch
 from experiments.vlm.settings import VlmSettings, model_config
 
