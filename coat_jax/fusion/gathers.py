@@ -111,7 +111,7 @@ class _Values(NamedTuple):
 
     @classmethod
     def permuted(cls, order: core.Var) -> "_Values":
-        """Returns the values of a permutation itself."""
+        """Returns the values of the variable `order`, which is a permutation."""
         return cls(np.arange(order.aval.size, dtype=order.aval.dtype), order)
 
     @classmethod

@@ -21,7 +21,10 @@ _CLASSES: WeakValueDictionary[Any, type] = WeakValueDictionary()
 def cached_class(
     subclass: Callable[[], type], cls: type, options: Options, wrap: Wrap | None
 ) -> type:
-    """Returns `subclass()`, or its earlier result for these arguments without a key."""
+    """Returns `subclass()`, once for equal `cls`, `options` and `wrap`.
+
+    Later calls return the class of the first one, unless the options have a key.
+    """
     if options.key is not None:
         return subclass()
     try:

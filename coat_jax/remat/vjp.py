@@ -122,7 +122,10 @@ class _Call:
 
 
 def _known(call: _Call, options: Options) -> "_Programs | None":
-    """Returns the programs that calls like this one share, or None if it is unknown."""
+    """Returns the programs that calls with this call's fingerprint share.
+
+    None means that the call has no fingerprint, or an option that is not hashable.
+    """
     key_of_call = fingerprint(call.fn, call.static, options.where, options.policy)
     if key_of_call is None:
         return None
@@ -155,8 +158,8 @@ def _flat_function() -> Callable:
 class _Programs:
     """A call with a backward pass that reads FP8 residuals.
 
-    Calls with the same fingerprint share an object of this class, which keeps programs
-    of theirs. It keeps neither functions nor arrays.
+    Calls with the same fingerprint share an object of this class, which keeps their
+    programs. It keeps neither functions nor arrays.
     """
 
     def __init__(self, options: Options, keeps: bool):

@@ -79,7 +79,7 @@ class Case:
         )
 
     def flops(self, matmuls: int) -> float:
-        """Returns the operations of `matmuls` matmuls of the scores that count."""
+        """Returns the FLOPs of `matmuls` matmuls, without the masked scores."""
         window = min(self.window or self.seq, self.seq)
         scores = window * (self.seq - window) + window * (window + 1) / 2
         heads = self.batch * _HEADS[self.head_dim][0]

@@ -58,7 +58,7 @@ _PACKAGES = ("coat_jax", "pallas_kernels")
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Adds the sizes of a layer to a command line."""
+    """Adds the flags of a layer's sizes to a command line."""
     for name, default in _SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
@@ -179,7 +179,10 @@ def traces(shape: Shape) -> dict[str, Any]:
 
 
 def _trace_s(case: str, shape: Shape, layers: Sequence[int]) -> list[float]:
-    """Returns the seconds to trace the gradients of `count` unrolled layers."""
+    """Returns the seconds to trace the gradients of unrolled layers.
+
+    `layers` has the number of layers of each trace.
+    """
     layer, params = foreign.case_of("llama", case, shape)
     seconds = []
     for count in layers:

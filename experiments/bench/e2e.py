@@ -204,9 +204,10 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _splits(row: Row) -> tuple[int, int, float]:
-    """Returns what is split; rows of earlier versions do not have it.
+    """Returns how many GPUs split a sequence and the experts, and the experts' buffer.
 
-    The last number is the limit of rows, infinite without one.
+    The buffer is infinite if there is none; see `Spread`. Rows of earlier versions lack
+    these entries.
     """
     return row.get("context", 1), row.get("expert", 1), row.get("buffer") or math.inf
 

@@ -256,7 +256,7 @@ def of_the_paper(predicted: Sequence[Row]) -> Table:
 
 
 def _setting(row: Row) -> tuple[str, int, int]:
-    """Returns the key of the paper's table."""
+    """Returns the model, the number of GPUs and the batch of one GPU."""
     return row["model"], row["gpus"], row["batch"] // row["gpus"]
 
 

@@ -141,7 +141,12 @@ class WordsEncoder(Encoder):
         return self._joined(pieces)
 
     def _joined(self, pieces: Sequence[tuple[str, bool, bool]]) -> Example:
-        """Returns pieces, each with whether it is learned and whether it ends."""
+        """Encodes pieces of text and joins their tokens.
+
+        Args:
+          pieces: The pieces: a text, whether the loss counts its tokens, and whether
+            the separator of documents follows it.
+        """
         tokens, learned = [], []
         for text, is_learned, ends in pieces:
             piece = self._codec.encode(text)

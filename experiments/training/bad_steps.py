@@ -19,7 +19,7 @@ class BadStep(Exception):
 
 
 def recent_losses(rows: Iterable[Mapping[str, Any]]) -> deque[float]:
-    """Returns the losses that a next one is compared with, oldest first.
+    """Returns the losses with which the next loss is compared, oldest first.
 
     Args:
       rows: Rows of one recipe. Rows of skipped steps do not count.

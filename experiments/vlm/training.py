@@ -161,5 +161,5 @@ def new_trainer(settings: VlmSettings, recipe: str, words: int) -> VlmTrainer:
 
 
 def normalized(images: Array) -> Float32[Array, "b 1 size size 3"]:
-    """Returns images of bytes as one image a sequence, with values in [-1, 1]."""
+    """Returns uint8 images, one for each sequence, with values in [-1, 1]."""
     return images[:, None].astype(jnp.float32) / 127.5 - 1
