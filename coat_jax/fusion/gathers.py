@@ -118,7 +118,7 @@ class _Values(NamedTuple):
     def computed(
         cls, eqn: core.JaxprEqn, operands: Sequence["_Values | None"]
     ) -> "_Values | None":
-        """Returns the result of an operation on elements at the same place."""
+        """Returns the integers that an elementwise operation computes, or None."""
         compute = _OPERATIONS.get(eqn.primitive.name)
         # A reshape with dimensions transposes its operand.
         if compute is None or eqn.params.get("dimensions") is not None:

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from flax import linen as nn
 from flax import nnx
 
-from coat_jax.remat.plan import Options
+from coat_jax.remat.options import Options
 
 REBUILD = "_fp8_rebuild"  # The attribute of wrapped classes for `members_of`.
 # Wraps the method of a name, given the class.

@@ -18,7 +18,7 @@ from coat_jax.remat.classes import (
     members_of,
     method_names,
 )
-from coat_jax.remat.plan import Options
+from coat_jax.remat.options import Options
 from coat_jax.remat.vjp import fp8_function
 
 _CONTEXT = "fp8_remat"  # The tag of Flax's records of changes to NNX objects.
@@ -130,7 +130,7 @@ class _Arguments:
       fn: The function of the arguments.
       graph: The structure of the objects.
       tree: The tree structure of all arguments, in which an object is a leaf.
-      types: `tree` as text: values that are equal may differ in type.
+      types: The tree as text, which tells equal values of different types apart.
       is_node: True for each leaf of `tree` that is an object.
     """
 

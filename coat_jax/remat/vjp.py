@@ -25,8 +25,9 @@ from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
 from coat_jax.remat.fingerprint import fingerprint
 from coat_jax.remat.notes import Note
+from coat_jax.remat.options import Options
 from coat_jax.remat.outline import KEPT, outlined
-from coat_jax.remat.plan import Copy, Options, Wide, plan
+from coat_jax.remat.plan import Copy, Wide, plan
 from coat_jax.remat.policies import linearize_by_policy, with_maxima_saved
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import versions

@@ -1,4 +1,4 @@
-"""What a training step updates, and what it measures."""
+"""The state that a training step updates, and the metrics that it returns."""
 
 from typing import NamedTuple
 
