@@ -265,7 +265,7 @@ def _ran(row: Row) -> bool:
 
 
 def _best(rows: list[Row], gpus: int, cases: Sequence[str]) -> float:
-    """Returns the most tokens per second and GPU of cases on so many GPUs, or 0."""
+    """Returns the most tokens per second and GPU of `cases` on `gpus` GPUs, or 0."""
     of_cases = [r for r in rows if r["case"] in cases and _gpus(r) == gpus and _ran(r)]
     return max(map(_rate, of_cases), default=0.0)
 
