@@ -38,7 +38,7 @@ def nnx_class(
 ) -> type[nnx.Pytree]:
     """Returns a subclass of an NNX module class that saves FP8 residuals when called.
 
-    It is the same for the same options, except for a key.
+    Equal options without a key give the same subclass.
 
     Args:
       cls: The class.
