@@ -58,7 +58,11 @@ def is_positive_number(x: Any) -> bool:
 
 
 def scalar(name: str, x: Any, *others: str | None) -> Float[Array, ""] | str | None:
-    """Returns a scalar as float32, or one of `others`; else raises ValueError."""
+    """Returns a scalar as float32; raises ValueError for anything else.
+
+    `others` are words, or None, that may stand in place of the number: such an `x` is
+    returned as it is. `name` is the name of `x` in the message.
+    """
     if (x is None or isinstance(x, str)) and x in others:
         return x
     try:

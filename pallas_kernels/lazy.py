@@ -16,7 +16,11 @@ import jax.numpy  # noqa: F401
 
 
 class _Lazy(types.ModuleType):
-    """A package with `__homes__`, the module and the name there of each name."""
+    """A package that imports a public name when it is first read.
+
+    Attributes:
+      __homes__: The module of each name, and the name in that module.
+    """
 
     __homes__: Mapping[str, tuple[str, str]]
 

@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config):
     The number of devices is fixed when a process starts, so tests on several devices
     run in a call of their own, `pytest -m distributed`.
     """
-    if config.option.markexpr.startswith("distributed"):
+    if _makes_devices(config.option.markexpr):
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     if cache := getattr(config, "cache", None):  # None with -p no:cacheprovider.
@@ -52,6 +52,11 @@ def pytest_configure(config: pytest.Config):
             os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))
 
 
+def _makes_devices(markexpr: str) -> bool:
+    """Returns whether a run with `-m markexpr` has eight virtual devices."""
+    return markexpr.startswith("distributed")
+
+
 LONGEST = (
     "test_compile_sm90.py",
     "test_pretrain.py",
@@ -61,6 +66,17 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Runs the longest files first, so that no worker is left alone with one."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_runtest_setup(item: pytest.Item):
+    """Refuses tests on eight devices where `pytest_configure` has made only one."""
+    expression = item.config.option.markexpr
+    if item.get_closest_marker("distributed") and not _makes_devices(expression):
+        pytest.fail(
+            'it needs eight devices: run it with -m distributed or -m "distributed and '
+            f'...", got -m {expression!r}',
+            pytrace=False,
+        )
 
 
 def pytest_collection_finish() -> None:

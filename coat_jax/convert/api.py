@@ -16,7 +16,7 @@ from coat_jax.fusion.fuse import fusion
 from coat_jax.fusion.gathers import gathers
 from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.remat.modules import over_nodes
-from coat_jax.remat.plan import Options
+from coat_jax.remat.options import Options
 from coat_jax.remat.pytrees import is_pytree_module
 from coat_jax.remat.trace import Residual
 

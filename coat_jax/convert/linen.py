@@ -14,7 +14,7 @@ from coat_jax.convert.record import ModelRecord, Shapes, current
 from coat_jax.convert.rules import Rules, below, chosen_blocks, modules_of, shapes_of
 from coat_jax.remat.classes import method_names
 from coat_jax.remat.modules import linen_method
-from coat_jax.remat.plan import Options
+from coat_jax.remat.options import Options
 
 # Methods that Flax calls: Linen's own, and `fp8_block` as a method of the block.
 _NOT_CALLED = ("setup", "fp8_block")

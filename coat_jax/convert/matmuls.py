@@ -242,7 +242,7 @@ def _router(eqn: core.JaxprEqn, choosing: set[core.Var]) -> str:
 def _followed(
     operand: core.Var | core.Literal, sources: Sources
 ) -> frozenset[str] | None:
-    """Returns the parameters that an operand is computed from; None if activations."""
+    """Returns the parameters that an operand follows from; None for activations."""
     return sources.get(operand) if _is_var(operand) else frozenset()
 
 

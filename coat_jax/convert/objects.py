@@ -23,7 +23,7 @@ from coat_jax.convert.rules import (
 )
 from coat_jax.remat.classes import REBUILD, is_callable, method_names
 from coat_jax.remat.modules import nnx_module, over_nodes
-from coat_jax.remat.plan import Options
+from coat_jax.remat.options import Options
 from coat_jax.remat.pytrees import is_pytree, one_level, pytree_module, recast
 from coat_jax.remat.vjp import is_array
 

@@ -49,7 +49,8 @@ class Matmul:
 class ModelRecord:
     """The blocks of a converted model, and which of them keep all of their matmuls.
 
-    Conversions of one model share it, and are equal only within the model.
+    All conversions of a model's blocks share one record. Conversions of two models are
+    never equal, because records are compared by identity.
 
     Attributes:
       called: Whether a block of a Linen model has been called.

@@ -120,7 +120,10 @@ def _has_enough_rows(x: Array | jax.core.ShapedArray) -> bool:
 
 @cache
 def _jitted(dtype: jnp.dtype) -> Callable:
-    """Returns a function to the list [x @ w], of x [*batch, m, k], w [*batch, k, n]."""
+    """Returns a jitted function of x [*batch, m, k] and w [*batch, k, n].
+
+    It returns x @ w in `dtype`, in a list.
+    """
 
     def fp8_dot(x, w):
         if not _has_enough_rows(x):

@@ -126,7 +126,7 @@ def _bias_gradient(like, dy):
 
 
 def _marked(x):
-    """Returns () for an array and None for None, so that residuals record which."""
+    """Returns () for an array and None for None: residuals record if there was one."""
     return None if x is None else ()
 
 
@@ -150,7 +150,7 @@ def _forward(rows, weights, dtype, add=None):
 
 
 def _backward(residuals, gradients, norm, add=None):
-    """Returns the gradients of a source and of the weights, from codes of results'.
+    """Returns the gradients of a source and of the weights, from results' gradients.
 
     `add` is another gradient of the norm's input, or None.
     """

@@ -61,7 +61,16 @@ def in_rows(
     x: Float[Array, "*batch k"],
     w: Float[Array, "... k"],
 ) -> Float[Array, "..."]:
-    """Applies a matmul of rows. Its result has the output axes of `w` merged.
+    """Computes `x @ w.T` by a matmul of rows.
+
+    Args:
+      multiply: The matmul of rows [m, k] and weights. It merges the weights' output
+        axes to n.
+      x: The activations.
+      w: The weights.
+
+    Returns:
+      The products [*batch, *o], where o are the output axes of `w`.
 
     Raises:
       ValueError: If the contracted sizes differ.
@@ -204,9 +213,11 @@ Weight = Float[Array, "... k"] | Fp8Weight
 
 
 def tensor_scales(*of: Scaled | Array) -> tuple[Float[Array, ""], ...]:
-    """Returns the per-tensor scale of each argument; arrays are scales already.
+    """Returns a per-tensor scale, float32, for each argument.
 
-    The amax is taken to be the largest scale of tokens times the largest code.
+    An argument is such a scale already, an array that is returned as it is, or codes
+    with a scale per token. A tensor's amax is then taken to be the largest of these
+    scales times the largest code.
     """
     scaled = [x for x in of if isinstance(x, Scaled)]
     bounds = (kernels.Bound((x.scale,), E4M3.max) for x in scaled)
@@ -287,9 +298,9 @@ def weight_gradient(
     """Computes the gradient of a matmul's weights, `dy.transposed @ x.T`.
 
     `x` holds the transposed codes of the activations, and `scale` is their scale. The
-    gradient has the shape and dtype of `w`. If a mesh splits the second axis of `w`, it
-    is the list of the gradients along the first axis. Devices add up and scatter each
-    of them by itself, because its parts are contiguous memory.
+    gradient has the shape and dtype of `w`. If a mesh splits the second axis of `w`,
+    the result is a list with a gradient for each element of the first axis. Devices add
+    up and scatter each of them by itself, because its parts are contiguous memory.
     """
     if isinstance(w, Fp8Weight):
         dw = weight_gradient(x, scale, dy, w.value)

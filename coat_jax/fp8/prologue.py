@@ -86,7 +86,7 @@ class Prologue(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The operands of an array that matmuls read: the array, or a norm's.
+    """The array that matmuls read, or the operands of the norm that computes it.
 
     Attributes:
       x: The array, or the norm's input.

@@ -226,7 +226,7 @@ def codes_of_experts(w: Float[Array, "g k n"], scale: Float[Array, " g"]) -> Sca
 def gradient_scale(
     dy: Float[Array, "m n"], counts: Bool[Array, " m"]
 ) -> Float[Array, ""]:
-    """Returns the scale of a gradient, of the rows that count."""
+    """Returns the per-tensor E5M2 scale of a gradient's rows where `counts` is true."""
     values = jnp.where(counts[:, None], dy.astype(jnp.float32), 0)
     return numerics.tensor_scale(numerics.magnitude(values), E5M2.dtype)
 

@@ -59,9 +59,17 @@ def quantized_source(source, norm):
 
 
 def source_gradient(saved, dy, y_scale, norm, add):
-    """Returns the gradients of a norm's source, and transposed codes of its output.
+    """Computes the gradients of a norm's input, scale and bias, as a `Source`.
 
-    The gradient of the norm's input is added to `add`, unless that is None.
+    Args:
+      saved: The norm's input or its FP8 copy, and the norm's scale and bias or None.
+      dy: The gradient of the norm's output, bfloat16.
+      y_scale: The per-tensor scale of the norm's output.
+      norm: The norm, with the choice of what it saves.
+      add: A gradient to add to the input's, bfloat16; None adds nothing.
+
+    Returns:
+      The gradients, and the transposed E4M3 codes of the norm's output, [n, tokens].
     """
     x, scale, bias = saved
     if norm.saves == "copies":

@@ -104,8 +104,9 @@ def arguments_of(
 ) -> Iterator[tuple[core.Var, set[core.Var], tuple[core.JaxprEqn, ...]]]:
     """Yields each variable that `y` is a function of, together with parameters.
 
-    Those next to `y` come first, each with the parameters and the operations between,
-    in the program's order. It ends at an operation that no formula has.
+    Variables next to `y` come first. Each comes with the parameters and the operations
+    between it and `y`, in the program's order. The search ends at an operation that no
+    formula has.
 
     Args:
       y: A variable.
@@ -199,7 +200,7 @@ def _is_placed(eqn: core.JaxprEqn) -> bool:
 
 
 def _chosen(name: str, operands: list[_Value]) -> _Value:
-    """Returns the result of a comparison of numbers, or of a choice by one."""
+    """Returns the result of comparing two numbers, or of a choice by such a result."""
     (first, _), *cases = operands
     if first.factors:
         raise _UnknownError

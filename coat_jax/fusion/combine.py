@@ -73,9 +73,10 @@ def combine_of(rows: core.Var, graph: Graph) -> CombineMatch | None:
 
 
 def _steps(var: core.Var, graph: Graph) -> list[core.JaxprEqn]:
-    """Returns the operations that alone read `var` and what it becomes, to a sum.
+    """Returns the chain of operations from `var` to a sum, and the casts of the sum.
 
-    Casts of the sum follow it.
+    Each is the only one that reads the result before it. The chain ends earlier where
+    this fails.
     """
     steps: list[core.JaxprEqn] = []
     allowed = {rows_p.name, "mul", *_SUMS, *_LAYOUTS}

@@ -235,7 +235,11 @@ def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
 
 
 def _gates(graph: Graph, groups: Groups) -> Iterator[tuple[Any, tuple[Any, Gate]]]:
-    """Yields the gates between matmuls, as the keys after and before each gate."""
+    """Yields the gates between matmuls.
+
+    A gate comes with the key in `groups` of the matmul that reads it, and with the key
+    of the two matmuls that compute its operands.
+    """
     sources = {
         eqn.outvars[0]: key
         for key, calls in groups.items()

@@ -111,14 +111,14 @@ class _Values(NamedTuple):
 
     @classmethod
     def permuted(cls, order: core.Var) -> "_Values":
-        """Returns the values of a permutation itself."""
+        """Returns the values of the variable `order`, which is a permutation."""
         return cls(np.arange(order.aval.size, dtype=order.aval.dtype), order)
 
     @classmethod
     def computed(
         cls, eqn: core.JaxprEqn, operands: Sequence["_Values | None"]
     ) -> "_Values | None":
-        """Returns the result of an operation on elements at the same place."""
+        """Returns the integers that an elementwise operation computes, or None."""
         compute = _OPERATIONS.get(eqn.primitive.name)
         # A reshape with dimensions transposes its operand.
         if compute is None or eqn.params.get("dimensions") is not None:

@@ -165,7 +165,7 @@ def _is_vector(v: core.Var, like: jax.core.ShapedArray) -> bool:
 
 
 def _fits(vector: core.Var, x: core.Var) -> bool:
-    """Returns whether the rows of a vector are for sequences of `x`."""
+    """Returns whether a vector [..., 1, n] has its rows along the first axes of `x`."""
     shape = vector.aval.shape
     count = max((i + 1 for i, n in enumerate(shape[:-1]) if n > 1), default=0)
     return len(shape) == x.aval.ndim and shape[:count] == x.aval.shape[:count]

@@ -209,7 +209,7 @@ class ContextParallel:
         return self._constrained(fn(x, *more), *spec)
 
     def _mesh_at(self, x: Array) -> Mesh | AbstractMesh:
-        """Returns the mesh, with automatic axes where `auto_axes` has made them so."""
+        """Returns the mesh; its axes are automatic where `auto_axes` made them so."""
         mesh = jax.typeof(x).sharding.mesh
         if mesh.empty and self.mesh.explicit_axes:
             mesh = jax.sharding.get_abstract_mesh()

@@ -340,7 +340,7 @@ class DecoderLayer(nnx.Module):
     def _mlp(
         self, recipe: recipes.Recipe, x: recipes.Residual, codes: bool = True
     ) -> tuple[recipes.Residual, Shares | None]:
-        """Computes the MLP or the experts, and how tokens are spread over these."""
+        """Computes the MLP or the experts, and how tokens are spread over experts."""
         params = self._mlp_params(codes)
         if self.experts is not None:
             options = {"experts": self.experts, "batch_axes": self.batch_axes}

@@ -72,13 +72,16 @@ class Stream(NamedTuple):
     def gradient(
         cls, dx: Float[Array, "b s h"], maxima: Array | None = None
     ) -> "Stream":
-        """Returns a gradient and its scale; `maxima` is the amax of parts, if known."""
+        """Returns the stream of a gradient and its per-tensor scale for E5M2 codes.
+
+        `maxima` has the amax of parts of the gradient; None computes it.
+        """
         maxima = kernels.maxima(dx) if maxima is None else maxima
         (scale,) = kernels.tensor_scales(kernels.Bound((maxima,)), dtype=E5M2.dtype)
         return cls(dx, scale)
 
     def codes(self, history: Array | None) -> Codes:
-        """Quantizes a gradient, a stream: E5M2 codes and their transpose.
+        """Quantizes this stream, a gradient, to E5M2 codes and their transpose.
 
         The scale is the one of `history`, or without it the stream's scale.
         """

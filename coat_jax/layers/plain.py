@@ -62,7 +62,7 @@ class PlainRecipe(Recipe):
         x: Float[Array, "b s h"],
         batch_axes: str | tuple[str, ...] | None = None,
     ) -> Residual:
-        """Returns `x`, since the stream is a plain array in this recipe."""
+        """Returns `x`: the residual stream is a plain array in this recipe."""
         return x
 
     def attention_in(
@@ -185,5 +185,5 @@ class PlainRecipe(Recipe):
         return composed.over_shards_of(segment, params, x, axis)
 
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
-        """Returns `x`, since the stream is a plain array in this recipe."""
+        """Returns `x`: the residual stream is a plain array in this recipe."""
         return x

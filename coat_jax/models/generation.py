@@ -88,8 +88,8 @@ def generate(
       top_p: The choice is among the fewest most likely tokens that together have at
         least this probability; None means all tokens.
       key: The key of the random choices, which a temperature above 0 needs.
-      prompt_length: The length to which prompts are padded; None means that of the
-        longest. With one length for several calls they share a compiled program.
+      prompt_length: The length to which prompts are padded; None means the
+        longest prompt's. Calls with one length share a compiled program.
 
     Raises:
       ValueError: If an option is invalid, if a prompt is not a sequence of integers,

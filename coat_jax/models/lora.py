@@ -207,7 +207,7 @@ def is_adapted(model: Llama) -> bool:
 
 
 def merged(model: Llama, dtype: DTypeLike) -> Llama:
-    """Returns a model without adapters, with their sums with the frozen weights.
+    """Returns a model without adapters: they are added to the frozen weights.
 
     Args:
       model: A model that `adapt` has changed.

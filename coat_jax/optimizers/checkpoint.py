@@ -45,9 +45,10 @@ def to_optax_state(state: Any) -> Any:
 def from_optax_state(state: Any, like: Any) -> Any:
     """Replaces optax's states by quantized ones; undoes `to_optax_state`.
 
-    Codes are rounded to nearest. In a floating format with one k for all groups, they
-    are the codes from before `to_optax_state`. With a k for each group, k is computed
-    again from the rounded extremes of the group, and averages are rounded once more.
+    Codes are rounded to nearest. In a floating format with one exponent k of the range
+    expansion for all groups, they are the codes from before `to_optax_state`. With an
+    exponent for each group, it is computed again from the rounded extremes of the
+    group, and averages are rounded once more.
 
     Args:
       state: A tree that contains optax's states, such as `optax.adamw`'s.

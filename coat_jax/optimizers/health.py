@@ -117,8 +117,8 @@ def health_report(
 
     An array that is quantized already, such as a moment, has a code for each element.
     There `saturated_share` is the share of codes at the format's maximum, and
-    `underflow_share` that of zero codes, whatever they were. Each group has one code
-    near the maximum.
+    `underflow_share` the share of zero codes, whether or not the elements were zero
+    before. Each group has one code near the maximum.
 
     Args:
       tree: A pytree of arrays.

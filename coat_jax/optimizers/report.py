@@ -229,9 +229,15 @@ def _weights(moments: dict[Any, QuantizedArray], layout: Layout) -> Array | None
 def _means_of(
     q: QuantizedArray, weights: Float[Array, "..."] | None, rounding: Rounding
 ) -> dict[str, Float[Array, ""]]:
-    """Computes means of the weights u^2, of u^2 (dx / x)^2, and the shares of codes.
+    """Computes the means over elements from which the statistics of a moment follow.
 
-    Without weights, u is the moment itself.
+    These are the means of the weights u^2 and of u^2 (dx / x)^2, where dx is the error
+    of rounding an element x, and the shares of codes; see `moment_report`.
+
+    Args:
+      q: The moment.
+      weights: The weights u^2; None means that u is the moment itself.
+      rounding: The rounding of the codes.
     """
     values = q.format.decode(q.codes)
     weights = jnp.square(q.dequantize()) if weights is None else weights

@@ -332,7 +332,7 @@ def _in_blocks(grad: Array, moments: Moments) -> bool:
 
 
 def _fused_batch(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:
-    """Computes the step of several leaves in one call of the reference; see `batch`."""
+    """Computes the step of several leaves in one call of the reference."""
     moments = Moments(*zip(*(leaf.moments for leaf in leaves), strict=True))
     width = Moments(mu=GROUP, mu_scale=1, nu=GROUP, nu_scale=1, nu_exponent=1)
     groups = [leaf.mu.scale.size for leaf in leaves]

@@ -188,7 +188,7 @@ def is_kernel(eqn: core.JaxprEqn) -> bool:
 
 
 def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
-    """Yields operations without others inside, at any depth, and while loops."""
+    """Yields the operations at any depth that contain no others, and `while` loops."""
     for eqn in eqns:
         bodies = bodies_of(eqn)
         for body in bodies:

@@ -113,8 +113,10 @@ def quantize(
     """Quantizes a floating array to 8-bit codes with one scale per group.
 
     The scale of a group is amax / format.max, rounded to bfloat16, or for `PerTensor`
-    up to a power of two. The codes stand for x * (1 / scale) without expansion, sign(x)
-        * max * (|x| / (max * scale)) ** k           with expansion,
+    up to a power of two. The codes stand for
+
+        x * (1 / scale)                               without expansion,
+        sign(x) * max * (|x| / (max * scale)) ** k    with expansion,
 
     rounded to nearest (ties to even in floating formats with a sign) and saturated. If
     the group size does not divide the last axis (for `PerBlock`, the last two axes),

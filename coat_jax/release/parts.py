@@ -198,7 +198,7 @@ class Optimizer:
         Args:
           grads: Gradients by the parameters' indices.
           params: Parameters, which may be slices of stacks.
-          states: Their states, slices alike.
+          states: Their states; slices of stacks where the parameters are.
           stacks: The stacks that the parameters and states are slices of.
 
         Returns:

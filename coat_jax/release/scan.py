@@ -45,7 +45,13 @@ class SavedArrays:
                 saved.append(x)
 
     def vjp(self, params: Any, by_layer: Sequence[Array], constants: Sequence) -> Any:
-        """Returns the vjp function of a layer, with these arrays in it."""
+        """Returns the vjp function of a layer, with the arrays that it has saved.
+
+        Args:
+          params: The layer's parameters.
+          by_layer: The layer's elements of the stacks that forward has saved.
+          constants: The arrays that are the same for all layers.
+        """
         arrays = {
             "params": jax.tree.leaves(params),
             "by_layer": by_layer,
@@ -90,8 +96,9 @@ class Scan:
     def backward(self, residuals, dy):
         """Runs the layers backward; returns a cotangent for each argument of `forward`.
 
-        In place of cotangents of parameters and states, the stacks after their steps
-        are returned; or with mode "norm" None, and the sums of squared gradients.
+        In place of the cotangents of parameters and states it returns the stacks after
+        the step. In the mode "norm" it returns None there, and the sums of squared
+        gradients as the cotangent of `sums`.
         """
         leaves, states, extras, shared, by_layer, constants = residuals
         self.release.claim(self.owned.indices, "a coat.scan_layers")

@@ -53,7 +53,7 @@ from coat_jax.remat.modules import (
     nnx_module,
     over_nodes,
 )
-from coat_jax.remat.plan import Options
+from coat_jax.remat.options import Options
 from coat_jax.remat.pytrees import is_pytree_module, pytree_module
 from coat_jax.remat.trace import Residual
 

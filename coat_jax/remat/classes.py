@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from flax import linen as nn
 from flax import nnx
 
-from coat_jax.remat.plan import Options
+from coat_jax.remat.options import Options
 
 REBUILD = "_fp8_rebuild"  # The attribute of wrapped classes for `members_of`.
 # Wraps the method of a name, given the class.
@@ -21,7 +21,10 @@ _CLASSES: WeakValueDictionary[Any, type] = WeakValueDictionary()
 def cached_class(
     subclass: Callable[[], type], cls: type, options: Options, wrap: Wrap | None
 ) -> type:
-    """Returns `subclass()`, or its earlier result for these arguments without a key."""
+    """Returns `subclass()`, once for equal `cls`, `options` and `wrap`.
+
+    Later calls return the class of the first one, unless the options have a key.
+    """
     if options.key is not None:
         return subclass()
     try:

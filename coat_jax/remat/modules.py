@@ -18,7 +18,7 @@ from coat_jax.remat.classes import (
     members_of,
     method_names,
 )
-from coat_jax.remat.plan import Options
+from coat_jax.remat.options import Options
 from coat_jax.remat.vjp import fp8_function
 
 _CONTEXT = "fp8_remat"  # The tag of Flax's records of changes to NNX objects.
@@ -38,7 +38,7 @@ def nnx_class(
 ) -> type[nnx.Pytree]:
     """Returns a subclass of an NNX module class that saves FP8 residuals when called.
 
-    It is the same for the same options, except for a key.
+    Equal options without a key give the same subclass.
 
     Args:
       cls: The class.
@@ -130,7 +130,7 @@ class _Arguments:
       fn: The function of the arguments.
       graph: The structure of the objects.
       tree: The tree structure of all arguments, in which an object is a leaf.
-      types: `tree` as text: values that are equal may differ in type.
+      types: The tree as text, which tells equal values of different types apart.
       is_node: True for each leaf of `tree` that is an object.
     """
 

@@ -1,6 +1,5 @@
 """Decides how each residual of a function is saved between its passes, and why."""
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -20,10 +19,10 @@ from coat_jax.programs.primitives import (
     size_of,
     variables,
 )
-from coat_jax.quantization.formats import Format
 from coat_jax.quantization.granularity import PerGroup
 from coat_jax.remat.kernels import kernel_statistics, kernels_with_statistics
 from coat_jax.remat.loops import equal_stacks
+from coat_jax.remat.options import Options
 from coat_jax.remat.policies import Policy, offloads
 from coat_jax.remat.recompute import Derivation
 from coat_jax.remat.shapes import (
@@ -32,68 +31,11 @@ from coat_jax.remat.shapes import (
     merged_axes,
     why_not_fp8,
 )
-from coat_jax.remat.trace import Linearized, Residual
+from coat_jax.remat.trace import Linearized
 from pallas_kernels import versions
-from pallas_kernels.checks import positive_int
 
 _IN_LOOP = "offloaded by the policy in a loop"
 _OF_KERNEL = "float32 statistics of a kernel"
-
-
-# A function of a program, the paths of its arguments, and whether each is a parameter.
-Rewrite = Callable[[core.Jaxpr, list[Any], list[bool]], core.Jaxpr]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of `fp8_remat`, which documents them."""
-
-    format: Format
-    group: int
-    where: Callable[[Residual], Any] | None
-    policy: Callable[..., Any] | None
-    key: jax.Array | None
-    rerun_attention: bool = False
-    # Rewrites of a function's program before it is differentiated, in their order.
-    rewrites: tuple[Rewrite, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.format, Format):
-            raise ValueError(
-                f"format must be E4M3, E5M2 or DE8 of coat_jax, got {self.format!r}"
-            )
-        object.__setattr__(self, "group", positive_int("group", self.group))
-        for name in ("where", "policy"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise ValueError(f"{name} must be a function or None, got {value!r}")
-        if not isinstance(self.rerun_attention, bool):
-            raise ValueError(
-                f"rerun_attention must be True or False, got {self.rerun_attention!r}"
-            )
-        if self.key is not None:
-            object.__setattr__(self, "key", self._typed_key())
-
-    def after(self, rewrite: Rewrite) -> "Options":
-        """Returns the options with `rewrite` before the other rewrites."""
-        return dataclasses.replace(self, rewrites=(rewrite, *self.rewrites))
-
-    def _typed_key(self) -> jax.Array:
-        """Returns the key as `jax.random.key` makes it, also of a raw `PRNGKey`."""
-        key = self.key
-        if getattr(key, "dtype", None) == jnp.uint32 and jnp.ndim(key) == 1:
-            with contextlib.suppress(TypeError, ValueError):  # It has another length.
-                key = jax.random.wrap_key_data(key)
-        dtype = getattr(key, "dtype", None)
-        typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        if not typed or jnp.shape(key):
-            raise ValueError(f"key must be one jax.random.key, got {key!r}")
-        if self.format.table is not None:
-            raise ValueError(
-                f"key is for floating formats, got format={self.format!r}: its codes "
-                "are not rounded stochastically"
-            )
-        return key
 
 
 @dataclasses.dataclass(frozen=True)

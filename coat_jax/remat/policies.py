@@ -156,7 +156,10 @@ def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:
 
 
 def _of_users(primitive: core.Primitive) -> core.Primitive:
-    """Returns the primitive that users know: `gather` for the one of `gathers`."""
+    """Returns the primitive that a user's policy knows.
+
+    This is `gather` for the operation that `coat_jax.fusion.gathers` puts in its place.
+    """
     return lax.gather_p if primitive is rows_p else primitive
 
 

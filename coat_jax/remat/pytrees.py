@@ -15,7 +15,7 @@ from coat_jax.remat.classes import (
     method_names,
 )
 from coat_jax.remat.modules import over_nodes
-from coat_jax.remat.plan import Options
+from coat_jax.remat.options import Options
 from coat_jax.remat.vjp import is_array
 
 

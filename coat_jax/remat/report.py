@@ -125,7 +125,11 @@ def _positional(
 
 
 def _origin(jaxpr: core.Jaxpr, var: core.Var) -> tuple[Any, ...]:
-    """Returns the origin of `var` before casts of its sharding, after its loops."""
+    """Returns a key that is equal for variables with the same values.
+
+    It has the operations that contain the values' origin, such as loops, from the
+    outside in, and then the variable there, before constraints of its sharding.
+    """
     eqn = maker_of(jaxpr, var)
     if eqn is None:
         return (var,)

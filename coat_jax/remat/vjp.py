@@ -25,8 +25,9 @@ from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
 from coat_jax.remat.fingerprint import fingerprint
 from coat_jax.remat.notes import Note
+from coat_jax.remat.options import Options
 from coat_jax.remat.outline import KEPT, outlined
-from coat_jax.remat.plan import Copy, Options, Wide, plan
+from coat_jax.remat.plan import Copy, Wide, plan
 from coat_jax.remat.policies import linearize_by_policy, with_maxima_saved
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import versions
@@ -122,7 +123,10 @@ class _Call:
 
 
 def _known(call: _Call, options: Options) -> "_Programs | None":
-    """Returns the programs that calls like this one share, or None if it is unknown."""
+    """Returns the programs that calls with this call's fingerprint share.
+
+    None means that the call has no fingerprint, or an option that is not hashable.
+    """
     key_of_call = fingerprint(call.fn, call.static, options.where, options.policy)
     if key_of_call is None:
         return None
@@ -155,8 +159,8 @@ def _flat_function() -> Callable:
 class _Programs:
     """A call with a backward pass that reads FP8 residuals.
 
-    Calls with the same fingerprint share an object of this class, which keeps programs
-    of theirs. It keeps neither functions nor arrays.
+    Calls with the same fingerprint share an object of this class, which keeps their
+    programs. It keeps neither functions nor arrays.
     """
 
     def __init__(self, options: Options, keeps: bool):

@@ -99,7 +99,7 @@ class Case:
         )
 
     def flops(self, matmuls: int) -> float:
-        """Returns the operations of `matmuls` matmuls of the scores that count."""
+        """Returns the FLOPs of `matmuls` matmuls, without the masked scores."""
         scores = int(self.counts().sum()) * _HEADS[self.head_dim][0]
         return 2 * matmuls * scores * self.head_dim
 

@@ -58,7 +58,7 @@ _PACKAGES = ("coat_jax", "pallas_kernels")
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Adds the sizes of a layer to a command line."""
+    """Adds the flags of a layer's sizes to a command line."""
     for name, default in _SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
@@ -161,9 +161,10 @@ def _split(mesh: Mesh, x: Any) -> NamedSharding:
 
 
 def traces(shape: Shape) -> dict[str, Any]:
-    """Times the traces of a layer and of equal further layers; counts functions.
+    """Times the trace of one layer, and of further layers that equal it.
 
-    The functions are counted in a trace of another length, which reuses no trace.
+    It also counts the functions of this library that run while a layer is traced. This
+    is a trace with another sequence length, because JAX would reuse an earlier one.
     """
     _trace_s("bf16", shape, [1])  # JAX loads what any layer needs.
     first, further = _trace_s("both", shape, [1, _FURTHER])
@@ -178,7 +179,10 @@ def traces(shape: Shape) -> dict[str, Any]:
 
 
 def _trace_s(case: str, shape: Shape, layers: Sequence[int]) -> list[float]:
-    """Returns the seconds to trace the gradients of `count` unrolled layers."""
+    """Returns the seconds to trace the gradients of unrolled layers.
+
+    `layers` has the number of layers of each trace.
+    """
     layer, params = foreign.case_of("llama", case, shape)
     seconds = []
     for count in layers:

@@ -204,9 +204,10 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _splits(row: Row) -> tuple[int, int, float]:
-    """Returns what is split; rows of earlier versions do not have it.
+    """Returns how many GPUs split a sequence and the experts, and the experts' buffer.
 
-    The last number is the limit of rows, infinite without one.
+    The buffer is infinite if there is none; see `Spread`. Rows of earlier versions lack
+    these entries.
     """
     return row.get("context", 1), row.get("expert", 1), row.get("buffer") or math.inf
 
@@ -264,7 +265,7 @@ def _ran(row: Row) -> bool:
 
 
 def _best(rows: list[Row], gpus: int, cases: Sequence[str]) -> float:
-    """Returns the most tokens per second and GPU of cases on so many GPUs, or 0."""
+    """Returns the most tokens per second and GPU of `cases` on `gpus` GPUs, or 0."""
     of_cases = [r for r in rows if r["case"] in cases and _gpus(r) == gpus and _ran(r)]
     return max(map(_rate, of_cases), default=0.0)
 

@@ -256,7 +256,7 @@ def of_the_paper(predicted: Sequence[Row]) -> Table:
 
 
 def _setting(row: Row) -> tuple[str, int, int]:
-    """Returns the key of the paper's table."""
+    """Returns the model, the number of GPUs and the batch of one GPU."""
     return row["model"], row["gpus"], row["batch"] // row["gpus"]
 
 
@@ -323,13 +323,13 @@ def draw_shares(predicted: Sequence[Row], model: str = "Llama-2-13B") -> Figure:
 
 
 def _kinds(row: Row) -> dict[str, float]:
-    """Returns the GiB of a prediction by the figure's kinds."""
+    """Returns the predicted GiB of each kind of memory that the figure shows."""
     sizes = {kind: row[f"{kind}_gib"] for kind in list(_KINDS)[:4]}
     return sizes | {"rest": row["peak_gib"] - sum(sizes.values())}
 
 
 def _paper_kinds(optimizer: float, saved: float, peak: float) -> dict[str, float]:
-    """Returns the paper's GB by the figure's kinds."""
+    """Returns the paper's GB of each kind of memory that the figure shows."""
     unprinted = peak - optimizer - saved
     return {"optimizer": optimizer, "saved": saved, "unprinted": unprinted}
 

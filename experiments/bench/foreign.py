@@ -230,7 +230,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 
 
 def _own_bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """Yields the targets of the own layer of other models than Llama."""
+    """Yields the targets of this library's layer in the shapes of other models."""
     for name in _OTHER_MODELS:
         at = {row["case"]: row for row in rows if row["layer"] == name}
         if OWN not in at:

@@ -175,7 +175,7 @@ def replaced(rows: Sequence[Row], new_rows: Sequence[Row]) -> list[Row]:
 
 
 def _sizes(row: Row) -> tuple[int, int]:
-    """Returns the sizes that distinguish shapes in a results file."""
+    """Returns the hidden size and the sequence length, which tell shapes apart."""
     return row["hidden"], row["seq"]
 
 

@@ -7,11 +7,11 @@ with others, and writes `moe.json`: the same kernel in BF16, a dense FP8 matmul 
 many numbers, XLA's batched BF16 matmul of equal groups, JAX's kernel of `ragged_dot`,
 and `jax.lax.ragged_dot`. Rates include the list of tiles, and count no padding. With
 `--only layers` it measures whole layers with the shapes of Qwen3-30B-A3B and Mixtral;
-see `experiments.bench.moe_layers`. With `--only kernels` it prints the time of every
-kernel of these layers, ours and a user's. With `--only expert_parallel`, on two GPUs or
-more, it checks and measures a layer with its experts on all of them; see
-`experiments.bench.moe_parallel`. Rows are printed as lines of JSON as they come. With
-`--small` it interprets tiny kernels on a CPU.
+see `experiments.bench.moe_layers`. With `--only kernels` it profiles these layers, ours
+and a user's, and writes a row for each kernel that ran on the GPU. With
+`--only expert_parallel`, on two GPUs or more, it checks and measures a layer with its
+experts on all of them; see `experiments.bench.moe_parallel`. Rows are printed as lines
+of JSON as they come. With `--small` it interprets tiny kernels on a CPU.
 """
 
 import argparse
@@ -85,6 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if not args.small and not devices.has_hopper():
         parser.error("it measures on a Hopper GPU; --small runs anywhere")
+    if args.small and "kernels" in args.only:
+        parser.error("--only kernels profiles a Hopper GPU, so it takes no --small")
     end, rows = time.monotonic() + args.seconds, []
     with interpreted() if args.small else contextlib.nullcontext():
         for row in measured(args, end):

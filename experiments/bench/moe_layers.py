@@ -229,7 +229,11 @@ def _cases(
 def kernel_rows(
     shapes: Sequence[LayerShape], calls: int, names: Sequence[str] = PROFILED
 ) -> Iterator[Row]:
-    """Yields the milliseconds of every kernel of whole layers, the longest first."""
+    """Yields a row with the milliseconds a call of each kernel of whole layers.
+
+    A layer's kernels are in descending order of time, by their names on the GPU. Its
+    last row is "gaps", the time in which no kernel ran.
+    """
     for shape in shapes:
         cases, x, dy = _cases(shape)
         for name in names:
@@ -238,7 +242,8 @@ def kernel_rows(
             run = functools.partial(run, params, x, dy)
             of_kernels = profiling.kernel_ms(run, calls=calls, named=True)
             row = {"case": "kernels", "layer": name, **shape._asdict()}
-            yield row | {"kernels_ms": of_kernels}
+            for kernel, ms in of_kernels.items():
+                yield row | {"kernel": kernel, "ms": ms}
 
 
 def bars(rows: list[Row]) -> Iterator[Bar]:

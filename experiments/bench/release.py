@@ -225,7 +225,7 @@ def _seconds(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def _time_of(layers: int, rows: Sequence[Row]) -> float | None:
-    """Returns the time of a step of this many layers, on a line through two rows."""
+    """Returns the ms of a step of `layers` layers, from a row or a line through two."""
     times = {row["layers"]: row["ms_per_step"] for row in rows}
     if layers in times:
         return times[layers]

@@ -143,7 +143,10 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 def _beside_bf16(
     rows: Sequence[dict[str, Any]], target: float | None = None
 ) -> list[Bar]:
-    """Returns the targets among the cases of as many GPUs."""
+    """Returns the targets of `ours`, relative to the fastest BF16 case among `rows`.
+
+    All rows are of one number of GPUs.
+    """
     by_case = {row["case"]: row for row in rows if "error" not in row}
     if "ours" not in by_case or len(by_case) < 2:
         return []

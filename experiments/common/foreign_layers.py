@@ -163,7 +163,7 @@ class OffsetNorm(nnx.Module):
 class Gemma2(FlaxLlama):
     """Four norms, a GELU gate, and scores with a soft cap, as in Gemma 2.
 
-    cuDNN's attention has no caps, so that XLA's computes all scores.
+    Attention is plain jnp, because cuDNN's cannot cap scores.
     """
 
     def __init__(self, shape: Shape, make: Modules):

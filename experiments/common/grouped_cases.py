@@ -71,12 +71,16 @@ def drawn(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def positive(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    """Draws scales."""
+    """Draws float32 scales between 1/8 and 8."""
     return jnp.exp2(jax.random.uniform(jax.random.key(seed), shape, F32, -3, 3))
 
 
 def operands(shape: Shape, *, backward: bool = False) -> tuple[jax.Array, ...]:
-    """Draws codes and scales of rows and matrices."""
+    """Draws the arguments a, b, a_scale and b_scale of a grouped matmul.
+
+    Forward, E4M3 rows and matrices have scales [rows] and [experts, n]. In a backward
+    pass, rows are E5M2 with one scale, and matrices have scales [experts].
+    """
     rows, experts, k, n = shape
     if backward:
         a, b = drawn(1, (rows, k), E5M2), drawn(2, (experts, n, k), E4M3)

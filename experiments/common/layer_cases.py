@@ -45,7 +45,7 @@ def _checkpoint(policy: Callable[..., bool]) -> Callable[[Apply, bool], Apply]:
 
 
 class LayerState(NamedTuple):
-    """The state of a layer, its second argument after the input.
+    """The variables of a layer: the first argument of the function of `layer`.
 
     Attributes:
       params: The parameters.
@@ -157,7 +157,7 @@ def layer(case: LayerCase, shape: Shape, **options: Any) -> tuple[Apply, LayerSt
 
 
 def forward_backward(apply: Apply) -> Callable:
-    """Returns the function (state, input, cotangent) -> output, (both gradients)."""
+    """Returns a function of state, input and cotangent: output and both gradients."""
 
     def run(state, x, dy):
         y, vjp = jax.vjp(apply, state, x)

@@ -1,4 +1,4 @@
-"""Bytes of arrays and of devices."""
+"""Numbers of bytes: of arrays, and of the memory of this process's devices."""
 
 import math
 from typing import Any

@@ -2,8 +2,8 @@
 
 A mesh has five axes. A batch is split over `data`, `fsdp` and `expert`, sequences over
 `context`, and parameters with their moments over all but `data`. The specs say no more
-than that: XLA and the library's kernels follow them. Below, `fsdp` splits with
-`context` what it splits.
+than that: XLA and the library's kernels follow them. `context` splits further what
+`fsdp` splits below.
 
 | weight     | axis that fsdp and expert split | axis that tensor splits |
 |------------|---------------------------------|-------------------------|
@@ -304,7 +304,7 @@ def _counted(devices: int) -> str:
 
 
 def _with_context(spec: P) -> P:
-    """Returns a spec in which the devices of a sequence split parameters, too."""
+    """Returns a spec in which `context` splits further what `fsdp` splits."""
     names = map(_tuple, spec)
     return P(*[(*n, "context") if "fsdp" in n else n or None for n in names])
 

@@ -62,12 +62,13 @@ def write_results(
       command: The command line that repeats the experiment; None means the command
         lines of `measured` and of this process.
       measured: The results files that the rows are taken from. They say on which device
-        and when rows were measured; without any it was here and now.
+        and when rows were measured, and at which commits; without any it was here and
+        now.
       **extra: Further top-level entries.
 
     Raises:
       ValueError: If a row is not flat, an extra entry has a name of the schema, or the
-        files differ in their devices or versions.
+        files differ in their devices or in versions other than the commit.
 
     Examples:
       >>> bar = Bar("products / BF16", ">= 1.5", 1.7, True)
@@ -104,15 +105,24 @@ def _here_and_now() -> dict[str, Any]:
 
 
 def _origin_of(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the last date, the device and the versions of results files."""
-    first = {name: measured[0][name] for name in ("device", "versions")}
-    for results in measured:
+    """Returns the last date, the device, the versions and all commits of files."""
+    first, *others = map(_setup_of, measured)
+    for other in others:
         for name, value in first.items():
-            if results[name] != value:
+            if other[name] != value:
                 raise ValueError(
-                    f"results were measured with the {name} {value} and {results[name]}"
+                    f"results were measured with the {name} {value} and {other[name]}"
                 )
-    return {"date": max(results["date"] for results in measured)} | first
+    commits = [file["versions"].get("commit") or "unknown" for file in measured]
+    versions = first["versions"] | {"commit": ", ".join(dict.fromkeys(commits))}
+    date = max(file["date"] for file in measured)
+    return {"date": date, "device": first["device"], "versions": versions}
+
+
+def _setup_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the device and the versions of a results file, the commit left out."""
+    versions = {k: v for k, v in results["versions"].items() if k != "commit"}
+    return {"device": results["device"], "versions": versions}
 
 
 def default_path(experiment: str, name: str | None = None) -> Path:

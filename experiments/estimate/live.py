@@ -39,8 +39,8 @@ def measured_here() -> list[Row]:
 def released_here() -> list[Row]:
     """Measures a step with the optimizer inside the backward pass, as `measured_here`.
 
-    It is the largest model that fits so. On a CPU it is the tiny one, next to its
-    ordinary step.
+    The model is the largest one that fits with such a step. On a CPU it is the tiny
+    one, and its ordinary step is measured, too.
     """
     limit, case = device_limit_bytes(), f"coat{RELEASED}"
     if limit is None:

@@ -31,8 +31,9 @@ from experiments.finetune import exact_match, report, smollm2
 from experiments.finetune.arguments import FinetuneArguments, parse
 from experiments.finetune.base import Base, base_of_folder, base_of_run, random_base
 from experiments.finetune.checkers import is_code, load_checker
-from experiments.finetune.encoding import Encoder, FolderEncoder, WordsEncoder
+from experiments.finetune.encoding import Encoder, WordsEncoder
 from experiments.finetune.exact_match import Answer, Exam
+from experiments.finetune.folder_encoding import FolderEncoder
 from experiments.finetune.saving import save_models
 from experiments.finetune.settings import FinetuneRun, FinetuneSettings
 from experiments.finetune.splits import fitted, read_splits
@@ -44,7 +45,7 @@ from experiments.training.moment_plots import plot_moments
 from experiments.training.plots import plot_losses
 from experiments.training.runs import check_unused
 from experiments.training.settings import Recipe, Settings
-from experiments.training.step import TrainState
+from experiments.training.state import TrainState
 from experiments.training.text import text_codec
 from experiments.training.trainer import Trainer
 

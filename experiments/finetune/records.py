@@ -112,7 +112,7 @@ def _json(line: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object of JSON; of two values of one name neither is meant."""
+    """Returns an object of JSON; raises ValueError if it has a name twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]

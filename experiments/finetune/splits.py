@@ -132,7 +132,8 @@ def _cut(record: Record, example: Example, room: int) -> list[Example]:
     """Returns the pieces of a long record that have tokens to learn.
 
     A text continues in further pieces, each of which begins with the token before it.
-    Of others the first tokens are kept, because an answer needs its question.
+    A record with a question is only one piece, its first tokens, because an answer
+    needs its question.
     """
     is_text = isinstance(record, Passage) and not record.prompt
     starts = range(0, example.tokens.size - 1, room - 1) if is_text else [0]

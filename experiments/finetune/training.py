@@ -19,7 +19,8 @@ from experiments.common import meshes
 from experiments.common.trained import structure
 from experiments.training.optimizer import Optimizer
 from experiments.training.settings import Recipe, Settings
-from experiments.training.step import TrainState, split
+from experiments.training.state import TrainState
+from experiments.training.step import split
 from experiments.training.trainer import Trainer
 from pallas_kernels.rounding import stochastic_bfloat16
 

@@ -82,9 +82,10 @@ def _take_turns(lock: AbstractContextManager) -> None:
 
 
 def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
-    """Returns the shapes to measure, with the dtypes of a and b and XLA's factor.
+    """Returns the shapes [m, n, k] to measure, each with dtypes and XLA's factor.
 
-    If several matmuls have one shape, the last one's dtypes are taken. The factor
+    The dtypes are a's and b's; if several matmuls have one shape, the last one's are
+    taken. XLA wins if it takes less than this factor of the kernel's time. The factor
     is `_XLA_WINS_STACKED` if a loop may stack the result of at least one of them, as it
     may for all matmuls but gradients of activations.
     """
@@ -103,7 +104,7 @@ def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
 
 
 def key(kernel: str, shape: tuple[int, ...]) -> str:
-    """Returns the key of a matmul in the table."""
+    """Returns the key of a matmul [m, n, k] in the kernels' table of settings."""
     return tuning.key(PRODUCTS[kernel], *shape)
 
 
@@ -135,9 +136,14 @@ def fastest(
 
 
 def _hot_times(works: dict, draws: list) -> dict[tuning.Tuning | None, float]:
-    """Returns seconds in long turns of the tiles, and XLA, that are nearly fastest.
+    """Times the candidates in short turns, and the nearly fastest again in long turns.
 
-    Short turns select them.
+    Args:
+      works: The compiled program of each candidate: of tiles, and of XLA at None.
+      draws: The arguments of the programs.
+
+    Returns:
+      The seconds of a call in the long turns.
     """
     calls = list(works.values())
     times = timing.seconds(calls, draws, rounds=5, round_s=_SHORT_S)

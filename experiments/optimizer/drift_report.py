@@ -46,7 +46,8 @@ def _short(value: float) -> str:
 def drawn(runs: Sequence[tuple[float, int]]) -> tuple[float, int]:
     """Returns the b2 and length of the run that `figure` draws.
 
-    Runs of up to 10,000 steps come first, then runs with b2 = 0.999, then longer runs.
+    This is the longest run of at most 10,000 steps with b2 = 0.999. Without one it is
+    another run of at most 10,000 steps, and without any such run a longer one.
     """
     usual = [run for run in runs if run[1] <= 10_000] or list(runs)
     return max(usual, key=lambda run: (run[0] == 0.999, run[1]))
@@ -55,7 +56,8 @@ def drawn(runs: Sequence[tuple[float, int]]) -> tuple[float, int]:
 def figure(curves: Sequence[Row]) -> Figure:
     """Draws the mean ratio of updates to exact ones over a run, one panel per story.
 
-    A ratio of 1 is Adam with float32 moments. The shaded band is the bar of 5%.
+    A ratio of 1 is Adam with float32 moments. The shaded band is the target, 5% around
+    1.
     """
     columns = 4
     drawing = Figure(figsize=(13, 8.5), layout="constrained", dpi=150)

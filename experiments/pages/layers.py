@@ -238,6 +238,6 @@ def compilation() -> str:
 def _seconds(
     group: tuple[tuple[int, int], dict[str, float]], case: str
 ) -> tuple[float, float]:
-    """Returns a case's CPU seconds, and these over BF16 with a remat."""
+    """Returns a case's CPU seconds, and their ratio to BF16 with a remat."""
     _, seconds = group
     return seconds[case], seconds[case] / seconds["bf16, remat"]

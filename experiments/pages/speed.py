@@ -281,7 +281,7 @@ _ELEMENTWISE = (
 
 
 def _over_rows(title: str, of: Callable[..., float], key: str, form: str) -> Column:
-    """Returns a column of a mean or the like over the rows of a kind of matmul."""
+    """Returns a column of `of` over the `key` of all rows of a kind of matmul."""
     return Column(title, lambda kind: of(row[key] for row in kind[1]), form)
 
 

@@ -41,9 +41,9 @@ def losses() -> str:
 
 
 def all_gaps() -> dict[str, list[float]]:
-    """Returns how far validation losses of all trainings are from `bf16`'s, percent.
+    """Returns by how many percent validation losses exceed `bf16`'s, by recipe.
 
-    A gap is to the `bf16` of the same seed and data.
+    Each training is compared with the `bf16` of the same seed and data.
     """
     by_recipe: dict[str, list[float]] = {}
     for name in _TRAININGS:

@@ -2,8 +2,8 @@
 
 A question is a context and four pieces of the document that it is from. One of them
 follows the context, the others stand elsewhere in the document. The answer is the piece
-that a model finds likeliest after the context. They stand for the paper's tasks, which
-would have to be downloaded.
+that a model finds likeliest after the context. Such questions stand for the paper's
+tasks, which would have to be downloaded.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ from experiments.pretrain import held_out, paper_flow, program
 from experiments.training import data
 from experiments.training.job import Inputs, train_batches
 from experiments.training.settings import PRESETS, Settings
-from experiments.training.step import TrainState
+from experiments.training.state import TrainState
 from experiments.training.trainer import Trainer
 
 Row = dict[str, Any]

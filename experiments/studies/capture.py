@@ -11,7 +11,7 @@ from experiments.optimizer.moments import Capture, Sampler
 from experiments.studies.trained import trainer_and_inputs
 from experiments.training.job import train_batches
 from experiments.training.settings import Settings
-from experiments.training.step import TrainState
+from experiments.training.state import TrainState
 
 
 def capture(

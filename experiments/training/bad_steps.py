@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.training.step import Metrics
+from experiments.training.state import Metrics
 
 MOST_ROLLBACKS = 3  # Returns to one checkpoint; a further bad step stops the training.
 LOSSES = 50  # Losses that a next one is compared with.
@@ -19,7 +19,7 @@ class BadStep(Exception):
 
 
 def recent_losses(rows: Iterable[Mapping[str, Any]]) -> deque[float]:
-    """Returns the losses that a next one is compared with, oldest first.
+    """Returns the losses with which the next loss is compared, oldest first.
 
     Args:
       rows: Rows of one recipe. Rows of skipped steps do not count.

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import gc
 import io
-import json
 import logging
 import os
 import re
@@ -15,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,10 +23,9 @@ import jax
 import orbax.checkpoint as ocp
 
 from experiments.common.memory import tree_bytes
-from experiments.common.results import read_json, write_json
-from experiments.training import processes
+from experiments.training import checksums, processes
 from experiments.training.settings import Settings
-from experiments.training.step import TrainState
+from experiments.training.state import TrainState
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -177,7 +174,7 @@ class Checkpoints:
     def _set_damaged_aside(self) -> None:
         steps = self._steps()
         damages = []
-        while steps and (damage := _damage(steps[-1])):
+        while steps and (damage := checksums.damage(steps[-1])):
             damages.append(damage)
             if len(steps) == 1:
                 raise ValueError("no checkpoint is whole: " + "; ".join(damages))
@@ -186,7 +183,7 @@ class Checkpoints:
             aside.mkdir(exist_ok=True)
             name = f"{self._folder.name}-{path.name}-{time.time_ns()}"
             os.replace(path, aside / name)
-            _list_of(path).unlink(missing_ok=True)
+            checksums.list_of(path).unlink(missing_ok=True)
             print(f"{damage}; going on from step {steps[-1].name} instead")
 
     def __enter__(self) -> Self:
@@ -229,7 +226,7 @@ class Checkpoints:
         """Waits until a checkpoint is on disk, and writes its list of checksums."""
         self._opened().wait_until_finished()
         if processes.is_main():
-            _write_list(path)
+            checksums.write_list(path)
 
     def finish(self) -> None:
         """Waits until the last checkpoint is on disk, and deletes older ones.
@@ -263,7 +260,9 @@ class Checkpoints:
         path = self._folder / str(step)
 
         def check() -> None:
-            if step and (damage := _damage(path) if path.exists() else f"no {path}"):
+            if step and (
+                damage := checksums.damage(path) if path.exists() else f"no {path}"
+            ):
                 raise OSError(damage)
 
         processes.on_main(check)
@@ -278,7 +277,7 @@ class Checkpoints:
             for step in steps:
                 shutil.rmtree(aside, ignore_errors=True)
                 # A list without its checkpoint would refuse the next one of this step.
-                _list_of(self._folder / str(step)).unlink(missing_ok=True)
+                checksums.list_of(self._folder / str(step)).unlink(missing_ok=True)
                 os.replace(self._folder / str(step), aside)
                 shutil.rmtree(aside)
 
@@ -346,74 +345,6 @@ def _without_closed_loops(hook: Callable[[Any], None]) -> Callable[[Any], None]:
             hook(unraisable)
 
     return ignore
-
-
-def _list_of(checkpoint: Path) -> Path:
-    folder = checkpoint.parent
-    return folder.parent / "checksums" / folder.name / f"{checkpoint.name}.json"
-
-
-def _write_list(checkpoint: Path) -> None:
-    """Writes the list of a checkpoint's checksums, next to it."""
-    listed, files = _list_of(checkpoint), _checksums(checkpoint)
-    for needed in (listed.parent.parent, listed.parent):
-        needed.mkdir(exist_ok=True)
-    write_json(listed, {"files": files, "checksum": value_checksum(files)})
-
-
-def _checksums(folder: Path) -> dict[str, int]:
-    """Returns the checksum of each file in a folder, by its path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): file_checksum(path) for path in files}
-
-
-def file_checksum(path: Path) -> int:
-    """Returns the CRC-32 of a file."""
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(2**24):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
-
-
-def value_checksum(value: Any) -> int:
-    """Returns the checksum of a JSON value, whatever its file's spaces."""
-    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
-
-
-def _damage(checkpoint: Path) -> str | None:
-    """Returns what is wrong with a checkpoint, or None.
-
-    A process that was killed right after saving has left no list of checksums. The
-    checkpoint itself is complete then.
-    """
-    if not _list_of(checkpoint).exists():
-        return None
-    expected = _listed_checksums(_list_of(checkpoint))
-    if expected is None:
-        return f"{_list_of(checkpoint)} is damaged"
-    actual = _checksums(checkpoint)
-    for name in sorted(expected.keys() | actual.keys()):
-        if actual.get(name) != expected.get(name):
-            return f"{checkpoint / name} is damaged"
-    return None
-
-
-def _listed_checksums(path: Path) -> dict[str, int] | None:
-    """Returns the checksums in a list, or None if it is damaged.
-
-    Older lists are the dictionary alone, without a checksum of it.
-    """
-    try:
-        listed = read_json(path)
-    except ValueError:
-        return None
-    if not isinstance(listed, dict):
-        return None
-    if listed.keys() == {"files", "checksum"}:
-        intact = listed["checksum"] == value_checksum(listed["files"])
-        return listed["files"] if intact else None
-    return listed if all(isinstance(x, int) for x in listed.values()) else None
 
 
 def _check_space(folder: Path, state: TrainState) -> None:

@@ -32,7 +32,7 @@ from experiments.training.interrupts import STOPPED, Interrupts
 from experiments.training.loop import Loop
 from experiments.training.runs import Log, Run
 from experiments.training.settings import Recipe, Settings, model_config
-from experiments.training.step import TrainState
+from experiments.training.state import TrainState
 from experiments.training.trainer import Trainer
 
 

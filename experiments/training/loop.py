@@ -29,7 +29,7 @@ from experiments.training.loads import loads
 from experiments.training.rows import NoRows, RowLog
 from experiments.training.runs import Log, Run
 from experiments.training.settings import Recipe
-from experiments.training.step import TrainState
+from experiments.training.state import TrainState
 from experiments.training.step_bar import StepBar
 from experiments.training.tensorboard import Board
 from experiments.training.trainer import Trainer

@@ -81,9 +81,9 @@ def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, 
 
 
 def curve(losses: Float[np.ndarray, " n"]) -> dict[str, list[float]]:
-    """Returns losses as means over equally many steps, with the last of these steps.
+    """Returns means of losses over equally many steps, and the last step of each mean.
 
-    They are at most 200, for results files.
+    There are at most 200 means, for results files.
     """
     each = -(-len(losses) // _CURVE_POINTS)
     ends = list(range(each, len(losses) + 1, each))

@@ -32,11 +32,8 @@ from experiments.common.results import (
     replace_file,
     write_json,
 )
-from experiments.training.checkpoints import (
-    Checkpoints,
-    file_checksum,
-    value_checksum,
-)
+from experiments.training.checkpoints import Checkpoints
+from experiments.training.checksums import file_checksum, value_checksum
 from experiments.training.rows import NoRows, RowLog, read_rows, rows_checksum
 from experiments.training.settings import Recipe, Settings
 

@@ -5,7 +5,7 @@ All recipes train the same model on the same data. They differ in precision:
 | recipe       | linear layers | saved for backward      | Adam's moments |
 |--------------|---------------|-------------------------|----------------|
 | `bf16`       | BF16          | as autodiff saves them  | float32        |
-| `te`         | FP8           | FP8 and BF16         | float32        |
+| `te`         | FP8           | FP8 and BF16            | float32        |
 | `coat`       | FP8           | FP8, BF16 in attention  | FP8, expanded  |
 | `coat_max`   | FP8           | FP8                     | FP8, expanded  |
 | `coat_block` | FP8, blocks   | FP8, BF16 in attention  | FP8, expanded  |
@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 import coat_jax as coat
 from coat_jax.layers.experts.routing import Routing
@@ -34,48 +34,10 @@ from coat_jax.quantization.delayed import OverwriteWithGradient
 from coat_jax.remat.report import peak_bytes
 from experiments.common import meshes
 from experiments.common.timing import OPTIONS
+from experiments.training.gradients import accumulated, microbatches
 from experiments.training.health import Reports
 from experiments.training.optimizer import Optimizer, learning_rate
-
-EMPTY = nnx.State({})  # The histories of a model without delayed scaling.
-
-
-class TrainState(NamedTuple):
-    """The training state that a step updates and a checkpoint stores.
-
-    Attributes:
-      params: The parameters.
-      opt_state: The optimizer's state.
-      seed: Seed of stochastic rounding; no step changes it.
-      histories: Amax histories of delayed scaling; empty without it.
-    """
-
-    params: nnx.State
-    opt_state: optax.OptState
-    seed: Int32[Array, ""]
-    histories: nnx.State = EMPTY
-
-
-class Metrics(NamedTuple):
-    """Metrics of a step.
-
-    Attributes:
-      loss: Mean training loss, in nats.
-      grad_norm: Global norm of the gradient before clipping.
-      grad_norms: Norm of each parameter's gradient, in the order of
-        `ModelTrainer.parameter_names`. Steps with `release="once"` do not know norms:
-        this is empty, and `grad_norm` NaN.
-      ok: Whether the loss is within the step's limit and the gradient's norm finite.
-      reports: The reports of `ModelTrainer.reports`, if the step makes them.
-      routing: The loads and auxiliary losses of experts; None without experts.
-    """
-
-    loss: Float32[Array, ""]
-    grad_norm: Float32[Array, ""]
-    grad_norms: Float32[Array, " parameters"]
-    ok: Bool[Array, ""]
-    reports: Reports
-    routing: Routing | None = None
+from experiments.training.state import EMPTY, Metrics, TrainState
 
 
 class ModelTrainer(abc.ABC):
@@ -391,47 +353,21 @@ class ModelTrainer(abc.ABC):
     def _gradients(
         self, state: TrainState, batch: Any, constants: nnx.State
     ) -> tuple[tuple[Float32[Array, ""], Routing | None], nnx.State, nnx.State]:
-        """Computes the loss with the routing, its gradients and the next histories.
-
-        With several microbatches the sums of gradients are float32. Each device's rows
-        are in all microbatches, so that no row moves.
-        """
-        count = self._settings.accumulate
+        """Computes the loss with the routing, its gradients and the next histories."""
 
         def loss_of(params, histories, batch):
             others = nnx.merge_state(histories, constants)
             return self.training_loss(params, others, batch)
 
         gradients = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
+        count = self._settings.accumulate
         if count == 1:
             loss, (grads, histories) = gradients(state.params, state.histories, batch)
             return loss, grads, histories
-
-        def add(carry, part):
-            sums, histories = carry
-            batch, share = part
-            loss, (grads, histories) = gradients(state.params, histories, batch)
-            sums = jax.tree.map(
-                lambda s, g: s + g.astype(jnp.float32) * share, sums, grads
-            )
-            loss = jax.tree.map(lambda x: x * share, loss)
-            return (in_shards(sums), histories), loss
-
-        def in_shards(sums):
-            if self.mesh is None:
-                return sums
-            return jax.lax.with_sharding_constraint(sums, self._shardings.params)
-
-        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
-        parts = jax.tree.map(
-            lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch
-        )
-        carry = in_shards(zeros), state.histories
-        shares = self.shares(parts, count)
-        (sums, histories), losses = jax.lax.scan(add, carry, (parts, shares))
-        loss = jax.tree.map(lambda x: jnp.sum(x, axis=0), losses)
-        grads = jax.tree.map(lambda s, p: s.astype(p.dtype), sums, state.params)
-        return loss, grads, histories
+        placed = None if self.mesh is None else self._shardings.params
+        parts = microbatches(batch, count)
+        arguments = state.params, state.histories, parts, self.shares(parts, count)
+        return accumulated(gradients, *arguments, placed=placed)
 
     def updated(
         self, state: TrainState, grads: nnx.State, histories: nnx.State

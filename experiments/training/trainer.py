@@ -19,7 +19,8 @@ from experiments.common import meshes
 from experiments.training import health, speed
 from experiments.training.optimizer import Optimizer
 from experiments.training.settings import Settings
-from experiments.training.step import EMPTY, ModelTrainer, TrainState
+from experiments.training.state import EMPTY, TrainState
+from experiments.training.step import ModelTrainer
 
 
 class Trainer(ModelTrainer):

@@ -9,7 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from coat_jax.models import vlm
-from experiments.training.step import EMPTY, ModelTrainer, TrainState
+from experiments.training.state import EMPTY, TrainState
+from experiments.training.step import ModelTrainer
 from experiments.vlm.data import END, IMAGE, PAD, Batch
 from experiments.vlm.settings import VlmSettings, model_config
 
@@ -160,5 +161,5 @@ def new_trainer(settings: VlmSettings, recipe: str, words: int) -> VlmTrainer:
 
 
 def normalized(images: Array) -> Float32[Array, "b 1 size size 3"]:
-    """Returns images of bytes as one image a sequence, with values in [-1, 1]."""
+    """Returns uint8 images, one for each sequence, with values in [-1, 1]."""
     return images[:, None].astype(jnp.float32) / 127.5 - 1

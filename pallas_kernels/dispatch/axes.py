@@ -20,7 +20,7 @@ class Axes:
         result is split. None means that the parts are equal. A "max" is an amax: its
         array is reduced to one element.
       sizes: The lengths of axes that occur in merged axes only.
-      own: Whether the array stays as it is split, whatever its names.
+      own: Whether the array keeps its sharding, whatever its names say.
       gathered: Whether the array's last axis may be split further than its name. Then
         the operation gets these parts gathered, one after another along the first axis,
         which has one element before. Gathered along the last axis they would have to be

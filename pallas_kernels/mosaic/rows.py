@@ -150,7 +150,11 @@ class Norm(Row):
         return lax.rsqrt(square + self.eps)
 
     def average(self, tiles: Iterable[Any]) -> Any:
-        """Returns the mean of a row, or of each row where tiles are trees of rows."""
+        """Returns the mean of a row's elements, from the row's tiles.
+
+        If the tiles are trees, each leaf is a tile of a row of its own, and the result
+        is a tree of means.
+        """
         return jax.tree.map(
             lambda x: x * (1 / self.n), reduced(jnp.add, jnp.sum, tiles)
         )

@@ -8,7 +8,8 @@ import pytest
 
 import coat_jax as coat
 from experiments.bench import moe, moe_layers
-from pallas_kernels.dispatch import operations, stand_ins
+from experiments.common import profiling
+from pallas_kernels.dispatch import devices, operations, stand_ins
 
 SHAPE = moe.Shape(256, 4, 256, 512)
 
@@ -47,6 +48,36 @@ def test_no_case_starts_after_the_time(tmp_path, capsys):
     out = tmp_path / "moe.json"
     moe.main(["--small", "--only", "forward", "--seconds", "0", "--out", str(out)])
     assert json.loads(capsys.readouterr().out)["skipped"] == "time is up"
+
+
+def test_kernels_of_layers_have_a_row_each(tmp_path, monkeypatch):
+    runs = [
+        profiling.KernelRun("loop_fusion", 0.0, 1.0),
+        profiling.KernelRun("grouped_matmul_mosaic_gpu_kernel", 1.5, 4.5),
+        profiling.KernelRun("loop_fusion", 4.5, 5.5),
+    ]
+    monkeypatch.setattr(
+        profiling, "kernel_ms", lambda run, calls, named: profiling.by_name(runs)
+    )
+    monkeypatch.setattr(devices, "has_hopper", lambda: True)
+    monkeypatch.setattr(moe_layers, "NAMES", {"small": moe_layers.SMALL})
+    out = tmp_path / "moe.json"
+    moe.main(["--only", "kernels", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    times = [3.0, 2.0, 0.5]
+    kernels = ["grouped_matmul_mosaic_gpu_kernel", "loop_fusion", "gaps"]
+    assert rows == [
+        {"case": "kernels", "layer": layer, **moe_layers.SMALL._asdict()}
+        | {"kernel": kernel, "ms": ms}
+        for layer in moe_layers.PROFILED
+        for kernel, ms in zip(kernels, times, strict=True)
+    ]
+
+
+def test_kernels_are_profiled_only_on_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        moe.main(["--small", "--only", "kernels"])
+    assert "profiles a Hopper GPU" in capsys.readouterr().err
 
 
 def test_experts_on_several_gpus_need_them(tmp_path, monkeypatch):

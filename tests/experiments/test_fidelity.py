@@ -240,11 +240,22 @@ def _file(path, seed, **changes):
     return str(path)
 
 
-def test_files_of_processes_are_joined(tmp_path, capsys):
-    files = [_file(tmp_path / f"{seed}.json", seed) for seed in (1, 3)]
+def test_files_of_processes_are_joined(tmp_path, capsys, monkeypatch):
+    files = []
+    for seed in (1, 3):
+        monkeypatch.setenv("GIT_COMMIT", f"commit {seed}")
+        files.append(_file(tmp_path / f"{seed}.json", seed, command=f"train {seed}"))
     out = tmp_path / "joined.json"
     assert join.main([*files, "--out", str(out)]) == 0
     contents = json.loads(out.read_text())
+    first, last = (
+        json.loads((tmp_path / f"{seed}.json").read_text()) for seed in (1, 3)
+    )
+    assert contents["versions"]["commit"] == "commit 1, commit 3"
+    assert contents["command"].startswith("train 1; train 3; uv run python ")
+    assert contents["date"] == last["date"]
+    shared = "device", "regime", "settings", "data", "test_tokens"
+    assert [contents[name] for name in shared] == [first[name] for name in shared]
     assert [row["seed"] for row in contents["rows"]] == [1, 1, 3, 3]
     (difference,) = (r for r in contents["summary"] if r["loss"] == "average_own")
     assert difference["percent"] == pytest.approx(2.0)

@@ -9,7 +9,8 @@ from helpers.chat_folders import SPECIAL, write_tokenizer
 
 from coat_jax.models import hf
 from experiments.finetune.conversations import Conversation, Passage, TokenRow
-from experiments.finetune.encoding import FolderEncoder, WordsEncoder
+from experiments.finetune.encoding import WordsEncoder
+from experiments.finetune.folder_encoding import FolderEncoder
 from experiments.finetune.settings import settings
 from experiments.finetune.splits import fitted
 from experiments.training.text import text_codec

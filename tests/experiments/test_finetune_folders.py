@@ -16,7 +16,7 @@ from experiments.common.results import read_results
 from experiments.finetune import checkers, compare, program, settings
 from experiments.finetune.base import folder_fingerprint, random_base
 from experiments.finetune.conversations import Conversation
-from experiments.finetune.encoding import FolderEncoder
+from experiments.finetune.folder_encoding import FolderEncoder
 from experiments.finetune.training import AnswerTrainer
 from experiments.studies import finetune_real, made_up
 

@@ -36,7 +36,7 @@ from experiments.training.checkpoints import Checkpoints, Progress
 from experiments.training.interrupts import STOPPED
 from experiments.training.job import compile_trainer, train_batches
 from experiments.training.settings import PRESETS, Settings, model_config
-from experiments.training.step import TrainState
+from experiments.training.state import TrainState
 from tests.robustness import trials
 
 _STEPS = 30

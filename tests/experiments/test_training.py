@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.main_job import bits, tiny
 
-from experiments.training import checkpoints as checkpoints_module
+from experiments.training import checksums
 from experiments.training import trainer as training
 from experiments.training.checkpoints import Checkpoints, Progress
 from experiments.training.optimizer import Optimizer
@@ -105,7 +105,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     stochastic, batches, tmp_path, monkeypatch
 ):
     """Steps donate the state that is being saved, and change no bit of the copy."""
-    trained, write = threading.Event(), checkpoints_module._write_list
+    trained, write = threading.Event(), checksums.write_list
 
     def late(path):
         assert trained.wait(60)
@@ -114,7 +114,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     state = stochastic.init()
     expected = bits(state)
     with Checkpoints(tmp_path / "saved") as checkpoints:
-        monkeypatch.setattr(checkpoints_module, "_write_list", late)
+        monkeypatch.setattr(checksums, "write_list", late)
         checkpoints.save(state, Progress(step=3))
         for batch in batches:
             state, _ = stochastic.step(state, batch)
@@ -139,7 +139,7 @@ def test_the_next_save_raises_the_errors_of_the_thread(
         raise error
 
     state = stochastic.init()
-    monkeypatch.setattr(checkpoints_module, "_write_list", fail)
+    monkeypatch.setattr(checksums, "write_list", fail)
     with Checkpoints(tmp_path / "saved") as checkpoints:
         checkpoints.save(state, Progress(step=3))
         with pytest.raises(type(error), match="no space"):

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from experiments.training.checkpoints import Checkpoints, Progress
-from experiments.training.step import TrainState
+from experiments.training.state import TrainState
 
 KEEP = 2
 

@@ -24,7 +24,7 @@ from experiments.common.tables import new_table
 from experiments.pretrain import program
 from experiments.training.runs import Run
 from experiments.training.settings import Recipe, Settings, model_config
-from experiments.training.step import TrainState
+from experiments.training.state import TrainState
 from experiments.training.text import BYTES_VOCAB_SIZE
 from experiments.training.trainer import Trainer
 

@@ -243,9 +243,11 @@ def filled(weights: Weights, parameters: Mapping[str, Pieces]) -> dict[str, Arra
 def _reading(
     weights: Weights, parameters: Mapping[str, Pieces]
 ) -> Iterator[Iterator[tuple[str, tuple[int, ...], Parts]]]:
-    """Reads pieces in threads; yields iterators with each one's name, place and parts.
+    """Reads all pieces of all parameters in threads, in this context.
 
-    Parts hold until the next piece is asked for.
+    Yields:
+      An iterator over the pieces, each with its parameter's name, its place and its
+      parts. The parts hold until the next piece is asked for.
     """
     waiting = ((name, start) for name, p in parameters.items() for start in p.starts)
     size = max(parameter.nbytes for parameter in parameters.values())

@@ -7,7 +7,6 @@
 - `variants`: what is trained: `bf16` with one change, or a recipe.
 - `model`: a small Llama that is made of any recipe's segments.
 - `training`: the compiled programs of a variant, and a training with one seed.
-- `rows`: the file to which every finished training is added at once.
 - `summary`: differences to the reference with their intervals, as table and figure.
 - `join`: one results file of several processes' files.
 """

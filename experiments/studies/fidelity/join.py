@@ -3,7 +3,8 @@
     uv run python -m experiments.studies.fidelity.join a.json b.json --out ab.json
 
 The processes may run at the same time, each on a GPU and with a results file of its
-own. Device and versions come from the files, so that this can run anywhere.
+own. Device and versions come from the files, so that this can run anywhere. The joined
+file lists all their commits and commands, and this command.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.programs import new_parser, one_line
-from experiments.common.results import read_results, write_json
+from experiments.common.results import read_results, write_results
 from experiments.studies.fidelity import summary
 
 Results = dict[str, Any]
@@ -25,12 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
     args = _parser().parse_args(argv)
     try:
-        results = joined(args.files)
+        results = write_results(args.out, **joined(args.files))
     except (OSError, ValueError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(args.out, results)
     summary.report(results, args.out)
     return 0
 
@@ -38,12 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     top = new_parser("experiments.studies.fidelity.join", __doc__)
     top.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    top.add_argument("--out", required=True, type=Path, help="a figure goes beside it")
+    top.add_argument("--out", required=True, type=Path, help="a figure goes next to it")
     return top
 
 
 def joined(paths: Sequence[Path]) -> Results:
-    """Returns the contents of a results file with the trainings of all files.
+    """Returns the trainings of all files, as `write_results` takes them.
 
     Raises:
       ValueError: If a file is no results file of this study, has other settings, data,
@@ -62,16 +61,12 @@ def joined(paths: Sequence[Path]) -> Results:
                     f"{path} has {run[0]} with seed {run[1]}, as another file does"
                 )
             rows[run] = row
-    commits = dict.fromkeys(str(results["versions"]["commit"]) for results in files)
     errors = {k: v for results in files for k, v in results["errors"].items()}
     differences = summary.differences(list(rows.values()))
-    bars = summary.bars(differences, first["regime"])
-    return first | {
-        "command": "; ".join(results["command"] for results in files),
-        "date": max(results["date"] for results in files),
-        "versions": first["versions"] | {"commit": ", ".join(commits)},
+    return {name: first[name] for name in _SHARED} | {
         "rows": list(rows.values()),
-        "bars": [bar._asdict() for bar in bars],
+        "bars": summary.bars(differences, first["regime"]),
+        "measured": files,
         "summary": differences,
         "errors": errors,
     }

@@ -38,8 +38,9 @@ def differences(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     A difference is taken between two trainings with the same seed. `nats` is the mean
     difference and `percent` the mean of the differences in percent of the reference's
-    loss. Halves are of 95% intervals by Student's t distribution, and deviations are of
-    a single seed; both are None with one seed.
+    loss. `nats_half` and `percent_half` are half of their 95% intervals by Student's t
+    distribution. `nats_deviation` and `percent_deviation` are standard deviations over
+    seeds. All four are None with one seed.
     """
     by_run = {(row["variant"], row["seed"]): row for row in rows}
     summary = []
@@ -112,7 +113,7 @@ def columns(unit: str) -> tuple[Column, ...]:
 def lines(summary: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns a row for each variant, with the values of each kind of loss.
 
-    Halves that are None are NaN.
+    Half intervals and deviations that are None become NaN.
     """
     by_variant: dict[str, dict[str, Any]] = {}
     for row in summary:

@@ -184,7 +184,7 @@ class Step:
     column: int  # The distance between the positions of neighbouring groups in a row.
 
     def words(self, seed: Array, start: Array, column: Array, like: Any) -> Array:
-        """Returns the random words of a tile: of `column`, in rows from `start`."""
+        """Returns the random words of the groups in `column`, from row `start` on."""
         layout = _layout(*like.shape).reduce(1)
         index = lax.broadcasted_iota(jnp.uint32, like.shape[:1], 0)
         index = plgpu.layout_cast(index, layout) + start.astype(jnp.uint32)

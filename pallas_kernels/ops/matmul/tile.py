@@ -296,9 +296,9 @@ class Tile:
         return _ahead(load, itertools.product(*starts))
 
     def _head(self, column):
-        """Returns the key head of a column, and the index of the column's head.
+        """Returns the key head that a column belongs to, and the column's head in it.
 
-        The index counts the key head's queries, then its key, then its value.
+        The latter counts the key head's queries, then its key, then its value.
         """
         size, queries = self.product.heads
         head = lax.div(column, size)

@@ -120,13 +120,13 @@ class _QuantizeTensor(operations.Operation):
         x = x.astype(jnp.float32)
         first = scale if after is None else behind(scale, after)
         codes = lax.optimization_barrier(encode(normal(x), first, self.dtype))
-        found = Codes(
+        copies = Codes(
             codes if self.row else None,
             transpose_in_jnp(codes) if self.transposed else None,
             scale,
             maxima_in_jnp(x) if self.keep_maxima else None,
         )
-        return found if self.merge else self._unmerged(found, x)
+        return copies if self.merge else self._unmerged(copies, x)
 
     def axes(self, x, scale, after) -> tuple:
         leading = tokens(x.ndim - 1)
@@ -138,10 +138,9 @@ class _QuantizeTensor(operations.Operation):
         return operands, results
 
     def kernel(self, x, scale, after) -> Codes:
+        strip = in_tokens(x) if self.transposed else flat(x)
         (out,) = elementwise.run(
-            numbers,
-            (in_tokens(x) if self.transposed else flat(x),),
-            scale,
+            *(numbers, (strip,), scale),
             after=after,
             name=self.name,
             encoding=Encoding(
@@ -332,9 +331,8 @@ class _TensorScales(operations.Operation):
         return None
 
     def slower(self, *maxima) -> str | None:
-        if len(jax.tree.leaves(maxima)) == 1:
-            return "XLA is as fast with one array"
-        return None
+        is_alone = len(jax.tree.leaves(maxima)) == 1
+        return "XLA is as fast with one array" if is_alone else None
 
     def reference(self, *maxima) -> tuple[Array, ...]:
         # The scale rises with the amax, so the scale of the amax is the largest scale
@@ -350,9 +348,9 @@ class _TensorScales(operations.Operation):
         return jax.tree.map(alike, maxima), Axes("", reduced="max")
 
     def kernel(self, *maxima) -> tuple[Array, ...]:
-        short = [tuple(map(amax.short, own)) for own in maxima]
-        found = amax.scales(short, factors=self.factors, dtype=self.dtype)
-        return tuple(x[0] for x in found)
+        short = [tuple(map(amax.short, of_tensor)) for of_tensor in maxima]
+        scales = amax.scales(short, factors=self.factors, dtype=self.dtype)
+        return tuple(scale[0] for scale in scales)
 
 
 def maxima_in_jnp(*arrays: Float[Array, "..."]) -> Float[Array, " k"]:

@@ -1,0 +1,69 @@
+"""The options of `fp8_remat`, checked once for all calls of what it wraps."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from coat_jax.quantization.formats import Format
+from coat_jax.remat.trace import Residual
+from pallas_kernels.checks import positive_int
+
+# A function of a program, the paths of its arguments, and whether each is a parameter.
+Rewrite = Callable[[core.Jaxpr, list[Any], list[bool]], core.Jaxpr]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `fp8_remat`, which documents them."""
+
+    format: Format
+    group: int
+    where: Callable[[Residual], Any] | None
+    policy: Callable[..., Any] | None
+    key: jax.Array | None
+    rerun_attention: bool = False
+    # Rewrites of a function's program before it is differentiated, in their order.
+    rewrites: tuple[Rewrite, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, Format):
+            raise ValueError(
+                f"format must be E4M3, E5M2 or DE8 of coat_jax, got {self.format!r}"
+            )
+        object.__setattr__(self, "group", positive_int("group", self.group))
+        for name in ("where", "policy"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ValueError(f"{name} must be a function or None, got {value!r}")
+        if not isinstance(self.rerun_attention, bool):
+            raise ValueError(
+                f"rerun_attention must be True or False, got {self.rerun_attention!r}"
+            )
+        if self.key is not None:
+            object.__setattr__(self, "key", self._typed_key())
+
+    def after(self, rewrite: Rewrite) -> "Options":
+        """Returns the options with `rewrite` before the other rewrites."""
+        return dataclasses.replace(self, rewrites=(rewrite, *self.rewrites))
+
+    def _typed_key(self) -> jax.Array:
+        """Returns the key as `jax.random.key` makes it, also of a raw `PRNGKey`."""
+        key = self.key
+        if getattr(key, "dtype", None) == jnp.uint32 and jnp.ndim(key) == 1:
+            with contextlib.suppress(TypeError, ValueError):  # It has another length.
+                key = jax.random.wrap_key_data(key)
+        dtype = getattr(key, "dtype", None)
+        typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        if not typed or jnp.shape(key):
+            raise ValueError(f"key must be one jax.random.key, got {key!r}")
+        if self.format.table is not None:
+            raise ValueError(
+                f"key is for floating formats, got format={self.format!r}: its codes "
+                "are not rounded stochastically"
+            )
+        return key

@@ -1,0 +1,50 @@
+"""The state that a training step updates, and the metrics that it returns."""
+
+from typing import NamedTuple
+
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float32, Int32
+
+from coat_jax.layers.experts.routing import Routing
+from experiments.training.health import Reports
+
+EMPTY = nnx.State({})  # The histories of a model without delayed scaling.
+
+
+class TrainState(NamedTuple):
+    """The training state that a step updates and a checkpoint stores.
+
+    Attributes:
+      params: The parameters.
+      opt_state: The optimizer's state.
+      seed: Seed of stochastic rounding; no step changes it.
+      histories: Amax histories of delayed scaling; empty without it.
+    """
+
+    params: nnx.State
+    opt_state: optax.OptState
+    seed: Int32[Array, ""]
+    histories: nnx.State = EMPTY
+
+
+class Metrics(NamedTuple):
+    """Metrics of a step.
+
+    Attributes:
+      loss: Mean training loss, in nats.
+      grad_norm: Global norm of the gradient before clipping.
+      grad_norms: Norm of each parameter's gradient, in the order of
+        `ModelTrainer.parameter_names`. Steps with `release="once"` do not know norms:
+        this is empty, and `grad_norm` NaN.
+      ok: Whether the loss is within the step's limit and the gradient's norm finite.
+      reports: The reports of `ModelTrainer.reports`, if the step makes them.
+      routing: The loads and auxiliary losses of experts; None without experts.
+    """
+
+    loss: Float32[Array, ""]
+    grad_norm: Float32[Array, ""]
+    grad_norms: Float32[Array, " parameters"]
+    ok: Bool[Array, ""]
+    reports: Reports
+    routing: Routing | None = None
