@@ -105,7 +105,7 @@ def fp8_dot_general(
     b = b.reshape(*batch, depth, math.prod(cols))
     # `explain` counts calls, also of functions that JAX has traced before.
     with operations.counted():
-        (y,) = _bound(a, b, jnp.dtype(dtype))
+        (y,) = bound(a, b, jnp.dtype(dtype))
     return y.reshape(expected.shape)
 
 
@@ -149,7 +149,8 @@ def _type_of_result(
     return jax.make_jaxpr(partial(_in_jax, dtype=dtype))(x, w).out_avals
 
 
-def _bound(x: Array, w: Array, dtype: jnp.dtype) -> list[Array]:
+def bound(x: Array, w: Array, dtype: jnp.dtype) -> list[Array]:
+    """Adds the matmul of x [*batch, m, k] and w [*batch, k, n] to a program."""
     return bind(fp8_dot_p, _jitted(dtype), x, w, dtype=dtype)
 
 
@@ -161,13 +162,13 @@ def _mapped(
         # All examples share the weight, so their rows form one matmul.
         x = jnp.moveaxis(x, of_x, -3)
         *batch, count, m, k = x.shape
-        (y,) = _bound(x.reshape(*batch, count * m, k), w, dtype)
+        (y,) = bound(x.reshape(*batch, count * m, k), w, dtype)
         return [y.reshape(*batch, count, m, y.shape[-1])], [len(batch)]
     if of_x is None:
         return jax.vmap(_jitted(dtype), in_axes=(None, of_w))(x, w), [0]
     # Every entry has its own scales, also along batch axes.
     x, w = jnp.moveaxis(x, of_x, 0), jnp.moveaxis(w, of_w, 0)
-    return _bound(x, w, dtype), [0]
+    return bound(x, w, dtype), [0]
 
 
 fp8_dot_p = new_primitive("fp8_dot", _jitted, _type_of_result)

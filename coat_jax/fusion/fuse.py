@@ -20,6 +20,7 @@ from coat_jax.fp8.dot_general import is_fp8
 from coat_jax.fp8.fused import activated_product, gated_products, products
 from coat_jax.fp8.prologue import Prologue, Saves, Source
 from coat_jax.fusion.experts import fuse_experts
+from coat_jax.fusion.halves import halves_of, split
 from coat_jax.fusion.operation import fused, traced
 from coat_jax.fusion.patterns import (
     Gate,
@@ -187,8 +188,9 @@ def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Ja
     if not any(map(is_fp8, all_eqns(program.eqns))):
         return program
     program = deduplicated(inlined(program, is_plain_call))
+    params = [v for v, p in zip(program.invars, is_param, strict=True) if p]
+    program = _with_halves(program, params)
     graph = Graph(program)
-    params = (v for v, p in zip(program.invars, is_param, strict=True) if p)
     fixed = graph.following(params)
     nodes = _nodes(graph, fixed)
     replaced: dict[int, Sequence[core.JaxprEqn]] = _passed_on(nodes, graph)
@@ -207,13 +209,39 @@ def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Ja
     return program.replace(eqns=eqns)
 
 
-def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
-    """Returns the fused matmuls of a program; `fixed` follows from parameters."""
+def _with_halves(program: core.Jaxpr, params: Sequence[core.Var]) -> core.Jaxpr:
+    """Returns a program with two matmuls for one of gate and up, where a gate fuses."""
+    graph = Graph(program)
+    matches = [halves_of(eqn, graph) for eqn in program.eqns if is_fp8(eqn)]
+    matches = [match for match in matches if match]
+    if not matches:
+        return program
+    trial = Graph(split(program, matches))
+    groups = _groups(trial, trial.following(params))
+    pairs = [pair for _, (pair, _) in _gates(trial, groups)]
+    results = {call.outvars[0] for pair in pairs for call in groups[pair]}
+
+    def is_fused(half: core.Var) -> bool:
+        while half not in results and trial.makers[half].primitive.name == "reshape":
+            (half,) = trial.makers[half].invars
+        return half in results
+
+    return split(program, [match for match in matches if is_fused(match.results[0])])
+
+
+def _groups(graph: Graph, fixed: set[core.Var]) -> Groups:
+    """Returns the matmuls of each array by weights; `fixed` follows from parameters."""
     groups = defaultdict(list)
     for eqn in filter(is_fp8, graph.program.eqns):
         x, w = eqn.invars
         if isinstance(x, core.Var) and x not in fixed and variables([w]) <= fixed:
             groups[x, eqn.params["dtype"], w.aval.ndim].append(eqn)
+    return groups
+
+
+def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
+    """Returns the fused matmuls of a program; `fixed` follows from parameters."""
+    groups = _groups(graph, fixed)
     gates = dict(_gates(graph, groups))
     pairs = [key for key, _ in gates.values()]
     nodes = []

@@ -1,0 +1,120 @@
+"""Splits matmuls that compute gate and up at once, so that a gate fuses with them.
+
+Many models multiply by one weight [k, 2 f], or by a stack [2, f, k], and take the
+halves of the result. The kernel of a gate reads two arrays: two matmuls write them, of
+the halves of the weight. Activations are quantized once for both.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jax import lax
+from jax.extend import core
+
+from coat_jax.fp8.dot_general import bound
+from coat_jax.fusion.operation import traced
+from coat_jax.programs.graph import Graph
+from coat_jax.programs.primitives import keeps_order
+
+
+class Halves(NamedTuple):
+    """A matmul of which a program reads the two halves of the columns, and no more.
+
+    Attributes:
+      matmul: The matmul of x [m, k] and w [k, n].
+      results: The halves, in the order of the columns.
+      eqns: The operations between the matmul's result and the halves.
+    """
+
+    matmul: core.JaxprEqn
+    results: tuple[core.Var, core.Var]
+    eqns: tuple[core.JaxprEqn, ...]
+
+    def traced(self) -> list[core.JaxprEqn]:
+        """Returns the operations of a matmul for each half."""
+        dtype, (x, w) = self.matmul.params["dtype"], self.matmul.invars
+
+        def matmuls(x, w):
+            n = w.shape[1]
+            ends = (0, n // 2), (n // 2, n)
+            parts = (lax.slice_in_dim(w, *columns, axis=1) for columns in ends)
+            ys = [y for part in parts for y in bound(x, part, dtype)]
+            pairs = zip(ys, self.results, strict=True)
+            return [y.reshape(v.aval.shape) for y, v in pairs]
+
+        return traced(matmuls, (x, w), self.results, like=self.matmul)
+
+
+def halves_of(matmul: core.JaxprEqn, graph: Graph) -> Halves | None:
+    """Returns the halves of a matmul's result, or None if more is read than these."""
+    (y,) = matmul.outvars
+    if y.aval.ndim != 2 or any(isinstance(v, core.Literal) for v in matmul.invars):
+        return None
+    eqns: list[core.JaxprEqn] = []
+    whole = y
+    while len(graph.readers[whole]) == 1 and _passes(reader := graph.readers[whole][0]):
+        eqns.append(reader)
+        (whole,) = reader.outvars
+    shape, rows = whole.aval.shape, y.aval.shape[0]
+    halves: dict[int, core.Var] = {}
+    for reader in graph.readers[whole]:
+        cuts = [] if reader is graph.program else list(_cuts(reader))
+        for axis, start, result in cuts:
+            # The columns begin at this axis.
+            if math.prod(shape[:axis]) != rows or 2 * start not in (0, shape[axis]):
+                return None
+            if 2 * result.aval.shape[axis] != shape[axis] or start in halves:
+                return None
+            halves[start] = result
+        if not cuts:
+            return None
+        eqns.append(reader)
+    if len(halves) != 2:
+        return None
+    results = []
+    for _, half in sorted(halves.items()):
+        # An index of an axis is a slice of one element, without its axis.
+        squeezes = [eqn for eqn in graph.readers[half] if _is_squeeze(eqn)]
+        is_index = len(squeezes) == len(graph.readers[half]) == 1
+        results.append(squeezes[0].outvars[0] if is_index else half)
+        eqns += squeezes if is_index else []
+    return Halves(matmul, (results[0], results[1]), tuple(eqns))
+
+
+def split(program: core.Jaxpr, matches: Sequence[Halves]) -> core.Jaxpr:
+    """Returns a program with two matmuls in the place of each of these."""
+    replaced = {id(eqn): [] for match in matches for eqn in match.eqns}
+    replaced |= {id(match.matmul): match.traced() for match in matches}
+    eqns = [new for eqn in program.eqns for new in replaced.get(id(eqn), [eqn])]
+    return program.replace(eqns=eqns)
+
+
+def _passes(eqn: core.JaxprEqn | core.Jaxpr) -> bool:
+    """Returns whether an operation keeps all elements in their order."""
+    if isinstance(eqn, core.Jaxpr) or len(eqn.outvars) > 1:
+        return False
+    if eqn.primitive.name == "reshape":
+        return keeps_order(eqn)
+    return eqn.primitive.name == "optimization_barrier"
+
+
+def _is_squeeze(eqn: core.JaxprEqn | core.Jaxpr) -> bool:
+    return not isinstance(eqn, core.Jaxpr) and eqn.primitive.name == "squeeze"
+
+
+def _cuts(eqn: core.JaxprEqn) -> Iterator[tuple[int, int, core.Var]]:
+    """Yields the axis, the start and the result of each cut along a single axis."""
+    shape = eqn.invars[0].aval.shape
+    if eqn.primitive.name == "split":
+        start, axis = 0, eqn.params["axis"]
+        for size, result in zip(eqn.params["sizes"], eqn.outvars, strict=True):
+            yield axis, start, result
+            start += size
+    if eqn.primitive.name == "slice" and not any(
+        stride > 1 for stride in eqn.params["strides"] or ()
+    ):
+        sizes = eqn.outvars[0].aval.shape
+        axes = [axis for axis, size in enumerate(sizes) if size != shape[axis]]
+        if len(axes) == 1:
+            yield axes[0], eqn.params["start_indices"][axes[0]], eqn.outvars[0]
