@@ -67,7 +67,11 @@ def decode(x: Array | Scaled) -> Array:
 
 def encode(x: Array, scale: Array, dtype: DTypeLike) -> Array:
     """Returns the codes of x / scale, rounded to nearest even and saturated."""
-    x = x * reciprocal(jnp.broadcast_to(scale, x.shape))
+    return saturated(x * reciprocal(jnp.broadcast_to(scale, x.shape)), dtype)
+
+
+def saturated(x: Array, dtype: DTypeLike) -> Array:
+    """Returns `x` rounded to codes, the largest one for numbers above it."""
     if not _saturates():
         x = jnp.clip(x, -code_max(dtype), code_max(dtype))
     return x.astype(dtype)

@@ -15,12 +15,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.fp8.gated_experts import grouped_gate_gradient
 from coat_jax.fp8.matmul import quantize_tensor, tensor_scales
-from coat_jax.layers.experts.parallel import ExpertAxis
+from coat_jax.fp8.ragged_dot import stored
+from coat_jax.layers.experts.parallel import WEIGHTS, ExpertAxis
 from coat_jax.layers.experts.products import (
     WeightOfExperts,
     forward_product,
@@ -79,17 +81,21 @@ def _segment(params, stream, norm, gate, experts, axis):
 @array_types.on_common_mesh
 def _forward(params, stream, norm, gate, experts, axis):
     run = partial(_shard, norm, gate, experts, axis.name)
+    weights = {name: WeightOfExperts.forward(merged(params[name])) for name in WEIGHTS}
+    of_experts = {name: w.scale_of_experts for name, w in weights.items()}
     if axis.spread:
-        weights = axis.split(params, WeightOfExperts.forward)
+        split = axis.split(params | weights)
         run = axis.over_devices(run, stream.x, (axis.params, axis.tokens), axis.tokens)
-        y, shares, residuals = run(weights, stream.x)
+        y, shares, residuals = run(split, stream.x)
     else:
-        y, shares, residuals = over_shards(partial(run, params), stream)
-    return (stream.with_array(y), shares), (params, *residuals)
+        y, shares, residuals = over_shards(partial(run, params | weights), stream)
+    return (stream.with_array(y), shares), (params, of_experts, *residuals)
 
 
 def _shard(norm, gate, experts, axis_name, params, x):
     """Computes a layer of experts on one shard of the tokens, x [b, s, h].
+
+    The weights of experts among `params` are `WeightOfExperts`, as in backward.
 
     Returns:
       The outputs [b, s, h], the experts' `Shares`, and the residuals of backward.
@@ -102,7 +108,7 @@ def _shard(norm, gate, experts, axis_name, params, x):
     # The gate's backward kernel reads rows after the last expert's.
     rows = sorted_rows(ids, experts, axis_name, padding=BLOCK)
     h_rows = jax.tree.map(rows.of_tokens, h)
-    y = forward_product(h_rows, merged(params["gate_up"]), rows, x.dtype)
+    y = forward_product(h_rows, params["gate_up"], rows, x.dtype)
     y = y.reshape(len(y), 2, -1)
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
     a = Scaled(out.values, out.scale * rows.of_choices(weights))
@@ -115,8 +121,15 @@ def _shard(norm, gate, experts, axis_name, params, x):
     return y, shares, (groups, inner, routing, scales)
 
 
+@array_types.on_common_mesh
 def _backward(norm, gate, experts, axis, residuals, cotangents):
     run = partial(_shard_grads, norm, gate, experts, axis.name)
+    params, of_experts, *saved = residuals
+    weights = {
+        name: WeightOfExperts.backward(merged(params[name]), scale)
+        for name, scale in of_experts.items()
+    }
+    residuals = params | weights, *saved
     if not axis.spread:
         return _grads_by_shards(run, residuals, cotangents)
     return axis.backward(run, residuals, cotangents)
@@ -145,20 +158,20 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
     a = Scaled(inner_grads.product, a_scale)
     gradient = Scaled(rows.transposed(codes), dy_scale)
     d_down = weight_gradient(gradient, a, rows, params["down"].dtype)
-    gate_up = merged(params["gate_up"])
+    (dlogits,) = of_logits((rows.to_choices(inner_grads.weights), dshares))
+    dh_router, d_router = logits_gradient(
+        norm, _numbers(groups, flat.dtype), params["norm"], params["router"], dlogits
+    )
+    gate_up = params["gate_up"]
     d_gate_up = Scaled(inner_grads.values.reshape(len(da), -1), scale)
-    dh = rows.sums(input_gradient(d_gate_up, gate_up, rows, flat.dtype))
+    dh = input_gradient(d_gate_up, gate_up, rows, flat.dtype)
+    dh = rows.sums(dh, dh_router, flat.dtype)
     h = kernels.norm(
         groups, params["norm"], kind=norm.kind, eps=norm.eps, scale=h_scale
     )
     h = Scaled(rows.transposed(h.y), h_scale)
     d_gate_up = Scaled(inner_grads.transposed, scale)
     dw = weight_gradient(d_gate_up, h, rows, gate_up.dtype)
-    (dlogits,) = of_logits((rows.to_choices(inner_grads.weights), dshares))
-    dh_router, d_router = logits_gradient(
-        norm, _numbers(groups), params["norm"], params["router"], dlogits
-    )
-    dh = (dh + dh_router).astype(flat.dtype)
     dx, dnorm, _ = norm.backward(groups, dh, params["norm"], None, flat, False)
     bias = params["router_bias"]
     grads = {
@@ -174,9 +187,9 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
 _segment.defvjp(_forward, _backward)
 
 
-def _numbers(groups: Scaled) -> Float[Array, "..."]:
-    """Returns the numbers of groups in float32."""
+def _numbers(groups: Scaled, dtype: DTypeLike) -> Float[Array, "..."]:
+    """Returns the numbers of groups in bfloat16 for that dtype, else in float32."""
     # XLA fuses the decoding with what reads the numbers, and not with a kernel.
     return kernels.dequantize_groups(
-        groups, dtype=jnp.float32, group=GROUP, implementation="reference"
+        groups, dtype=stored(dtype), group=GROUP, implementation="reference"
     )
