@@ -41,11 +41,12 @@ def strip_layout(shape: tuple[int, ...]) -> plgpu.Layout:
         return plgpu.Layout.TCGEN05_TMEM_NATIVE(vector)
     # The tiling has an axis of lanes within a group only if a group has several.
     lanes_of_group = shape[-1] > vector
-    if warp[0] == 1:
+    if warp[0] == 1:  # Tilings have no axes of one, and no tile that is one array.
+        axes = len(shape) + lanes_of_group
         return plgpu.Layout.TILED(
             plgpu.Tiling((shape, (vector,))),
-            warp_dims=(-3,),
-            lane_dims=(-2,),
+            warp_dims=(-axes,),
+            lane_dims=tuple(range(1 - axes, -1)),
             vector_dim=-1,
         )
     axes = 2 * len(shape) + lanes_of_group
