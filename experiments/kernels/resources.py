@@ -302,6 +302,8 @@ def _grouped() -> Iterator[CompiledCase]:
     arrays = _array(tokens, k, dtype=_E4M3), sizes, None, index
     yield CompiledCase("transpose of copied rows", pk.grouped_transpose, arrays)
     places = _array(tokens, choices, dtype=jnp.int32)
+    call = functools.partial(pk.copy_rows, rows=rows)
+    yield CompiledCase("copies of tokens", call, (arrays[0], places))
     for add in (None, _array(tokens, k)):
         arrays = _array(rows, k), places, add
         name = "sums of rows" if add is None else "sums of rows and an array"

@@ -356,10 +356,15 @@ def test_kernels_read_tokens_in_place_of_copied_rows():
     stream = f"bfloat16[{count},{hidden}]"
     of_sums = [c.arrays for c in choices if c.operation == "sum_rows"]
     assert [stream in arrays for arrays in of_sums] == [True, True]
-    # Codes of the result's gradient and of the norm's output.
+    # Forward multiplies rows of the norm's output, which backward does not copy again.
+    # The rows of the result's gradient are copied once, multiplied and transposed.
+    codes = {"norm": "float8_e4m3fn", "gradient": "float8_e5m2"}
+    of_tokens = {name: f"{dtype}[{count},{hidden}]" for name, dtype in codes.items()}
+    copied = [c.arrays[0] for c in choices if c.operation == "copy_rows"]
+    assert sorted(copied) == sorted(of_tokens.values())
     of_transposes = [c.arrays for c in choices if c.operation == "grouped_transpose"]
-    codes = "float8_e4m3fn", "float8_e5m2"
-    expected = [f"{dtype}[{count},{hidden}]" for dtype in codes]
+    rows = -(-count * experts.choices // 8) * 8 + 128
+    expected = [of_tokens["norm"], f"{codes['gradient']}[{rows},{hidden}]"]
     assert sorted(arrays[0] for arrays in of_transposes) == expected
 
 

@@ -156,7 +156,8 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
         *inner, da, of_rows, rows.sizes, a_scale, gate
     )
     a = Scaled(inner_grads.product, a_scale)
-    gradient = Scaled(rows.transposed(codes), dy_scale)
+    transposed = kernels.grouped_transpose(gradient.codes, rows.sizes)
+    gradient = Scaled(transposed, dy_scale)
     d_down = weight_gradient(gradient, a, rows, params["down"].dtype)
     (dlogits,) = of_logits((rows.to_choices(inner_grads.weights), dshares))
     dh_router, d_router = logits_gradient(
