@@ -143,7 +143,8 @@ def _gate(activation: str) -> Iterator[CompiledCase]:
     def pair_backward(gate, up, dy, scale, **options):
         return backward((gate, up), dy, scale, product_scale=scale, **options)
 
-    for n in (768, f, 26_624, 28_672):  # In registers, and in shared memory.
+    # Rows in registers of a warp, of a thread block, and in shared memory.
+    for n in (1024, 1408, f, 26_624, 28_672):
         y = _array(tokens, n)
         yield CompiledCase(f"{activation} gate of two arrays, to rows", pair, (y, y))
     arrays = (_groups(tokens, f), _groups(tokens, f), *arrays[1:])
