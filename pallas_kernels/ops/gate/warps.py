@@ -23,14 +23,15 @@ from pallas_kernels.mosaic.codec import (
     floats,
     strip_layout,
 )
-from pallas_kernels.numerics import GROUP, magnitude_bits, reciprocal, row_scale
+from pallas_kernels.numerics import GROUP, Scaled, magnitude_bits, reciprocal, row_scale
 from pallas_kernels.ops.gate.reference import Gated
 
 _CODES = jnp.float8_e4m3fn  # The dtype of groups that are kept.
 _WARPS = 4
-_SHAPE = (_WARPS, 16, GROUP)  # Of a strip: 8 neighbours of a row for each lane.
+_GROUPS = 16  # Groups of a row in a strip, of which a lane has 8 neighbours.
+_SHAPE = (_WARPS, _GROUPS, GROUP)
 _LAYOUT = strip_layout(_SHAPE)
-_STEP = 16 * GROUP
+_STEP = _GROUPS * GROUP
 _LONGEST = 4 * _STEP  # The longest row that has place in the registers of a warp.
 
 
@@ -42,52 +43,29 @@ def takes(tokens: int, n: int) -> bool:
 def run(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
     """Runs the kernel; see `kernel.run`. Arrays are [tokens, parts, groups, 16]."""
     tokens, _, groups, _ = outputs.values.shape
-    parts = jax.tree.leaves(operands)[0].shape[1]
-    strips = range(groups // _SHAPE[1])
+    count = jax.tree.leaves(operands)[0].shape[1]
+    strips = range(groups // _GROUPS)
 
     def kernel(operands, out):
         # The last two thread blocks may overlap.
         first = jnp.minimum(lax.axis_index("cta") * _WARPS, tokens - _WARPS)
         rows = pl.ds(first, _WARPS)
-
-        def place(strip, part):
-            return rows, part, pl.ds(strip * _SHAPE[1], _SHAPE[1])
-
-        def load(x, strip, part):
-            def load(ref):
-                layout = _LAYOUT if len(ref.shape) == 4 else _LAYOUT.reduce(2)
-                x = ref.at[place(strip, part)]
-                return plgpu.load(x, layout=layout, optimized=False)
-
-            return jax.tree.map(load, x)
-
-        pairs = [(i, part) for i in range(len(operands)) for part in range(parts)]
         # All loads are issued before the first one is needed, so that their latencies
         # overlap.
-        loaded = [[load(operands[i], strip, p) for i, p in pairs] for strip in strips]
+        loaded = [_loaded(operands, count, rows, strip) for strip in strips]
         values, scales = [], []
         for strip, arrays in zip(strips, loaded, strict=True):
-            (value,) = fn(*arrays)
-            values.append(value)
-            if out.groups is None:
-                continue
-            for (i, part), x in zip(pairs, arrays, strict=True):
-                at, (codes, scale) = (
-                    place(strip, part),
-                    encode_groups(decode(x), _CODES),
-                )
-                mosaic.store(out.groups[i].codes.at[at], codes)
-                mosaic.store(out.groups[i].scale.at[at], scale)
-                scales.append(scale)
+            values += fn(*arrays)
+            if out.groups is not None:
+                scales += _keep(arrays, out.groups, count, rows, strip)
         scale = row_scale(floats(_of_rows(values)), out.values.dtype)
         mosaic.store(out.scale.at[rows], scale)
         if out.groups is not None:
-            largest = _of_rows([decode(scale) for scale in scales])
-            mosaic.store(out.largest_scale.at[rows], floats(largest))
+            mosaic.store(out.largest_scale.at[rows], floats(_of_rows(scales)))
         inverse = lax.broadcast_in_dim(reciprocal(scale), _SHAPE, (0,))
         inverse = plgpu.layout_cast(inverse, _LAYOUT)
         for strip, value in zip(strips, values, strict=True):
-            to = out.values.at[place(strip, 0)]
+            to = out.values.at[_index(rows, 0, strip)]
             # No value exceeds the amax, so the cast need not saturate.
             mosaic.store(to, (value * inverse).astype(to.dtype))
 
@@ -105,6 +83,43 @@ def run(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
         ),
     )(operands)
     return out
+
+
+def _index(rows: Any, part: int, strip: int) -> tuple[Any, int, Any]:
+    return rows, part, pl.ds(strip * _GROUPS, _GROUPS)
+
+
+def _pairs(arrays: tuple[Any, ...], count: int) -> list[tuple[Any, int]]:
+    """Returns each of `count` parts of arrays, as the array and the part's index."""
+    return [(x, i) for x in arrays for i in range(count)]
+
+
+def _loaded(operands: tuple[Any, ...], count: int, rows: Any, strip: int) -> list[Any]:
+    """Loads a strip of each part of all operands."""
+
+    def load(ref, i):
+        layout = _LAYOUT if len(ref.shape) == 4 else _LAYOUT.reduce(2)
+        at = _index(rows, i, strip)
+        return plgpu.load(ref.at[at], layout=layout, optimized=False)
+
+    return [
+        jax.tree.map(functools.partial(load, i=i), x)
+        for x, i in _pairs(operands, count)
+    ]
+
+
+def _keep(
+    arrays: list[Any], groups: tuple[Scaled, ...], count: int, rows: Any, strip: int
+) -> list[Array]:
+    """Stores a strip of each part in groups, and returns their scales in float32."""
+    scales = []
+    for x, (to, i) in zip(arrays, _pairs(groups, count), strict=True):
+        codes, scale = encode_groups(decode(x), _CODES)
+        at = _index(rows, i, strip)
+        mosaic.store(to.codes.at[at], codes)
+        mosaic.store(to.scale.at[at], scale)
+        scales.append(scale.astype(jnp.float32))
+    return scales
 
 
 def _of_rows(strips: list[Array]) -> Array:

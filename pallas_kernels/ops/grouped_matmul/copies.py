@@ -107,14 +107,14 @@ class _CopyRows(operations.Operation):
             places = [places[token, j] for j in range(k)]
             for tile in row.tiles:
 
-                def part(ref, index, tile=tile):
+                def tile_at(ref, index, tile=tile):
                     ref = ref.at[pl.ds(index * groups, groups)]
                     return row.tile(ref, tile)
 
                 layout = strip_layout(row.shape(tile))
-                value = plgpu.load(part(x, token), layout=layout, optimized=False)
-                for place in places:
-                    mosaic.store(part(out, place), value)
+                value = plgpu.load(tile_at(x, token), layout=layout, optimized=False)
+                for index in places:
+                    mosaic.store(tile_at(out, index), value)
 
         return mosaic.kernel(
             kernel,
