@@ -200,7 +200,7 @@ def _forward(
         weights = combine.weights_of_rows(group_sizes)
         a = a._replace(scale=a.scale * weights)
         # Weights may be negative.
-        product_scale *= jnp.abs(_by_group(weights, group_sizes)[0])
+        product_scale *= jnp.abs(by_group(weights, group_sizes)[0])
     w_down, down_scale = quantized_experts(down)
     of_rows = kernels.group_tiles(group_sizes, rows=rows.count)
     y = grouped(a, w_down, group_sizes, of_rows, outer)
@@ -230,7 +230,7 @@ def _backward(activation, inner, outer, dtype, residuals, dy):
     da = grouped(dy, w, group_sizes, tiles, inner)
     of_group = jnp.float32(1)
     if combine is not None:
-        weights, of_group = _by_group(weights, group_sizes)
+        weights, of_group = by_group(weights, group_sizes)
     scale, of_gate = grouped_gate_gradient(
         groups, largest_scale, da, weights, group_sizes, a_scale, activation
     )
@@ -299,7 +299,7 @@ def _gradient_of_rows(
     return Scaled(padded, scale), transposed, _padded(weights)
 
 
-def _by_group(
+def by_group(
     weights: Float[Array, " rows"], group_sizes: Int[Array, " g"]
 ) -> tuple[Float[Array, " rows"], Float[Array, " g"]]:
     """Divides the weights of rows by a power of two for each group.

@@ -256,8 +256,10 @@ def in_fp8(experts, gate, params, x, dy):
     down = matrices(params["down"])
     da = np.einsum("th,ehf->tef", gradient, down, optimize=True)
     dweights = np.sum(da * a, -1) * (weights[..., 0] > 0)
-    _, dup = gated(up, da * weights)
-    dup = tensor(dup, oracle.E5M2).reshape(*weights.shape[:2], -1)
+    # Products with weights have a power of two for each expert.
+    powers = np.exp2(np.ceil(np.log2(weights.max(0, keepdims=True) + 1e-30)))
+    _, dup = gated(up, da * (weights / powers))
+    dup = tensor(dup, oracle.E5M2).reshape(*weights.shape[:2], -1) * powers
     dh = np.einsum("ten,enh->th", dup, matrices(merged), optimize=True)
     zeros = np.zeros(COUNT, np.float32)
     losses = Routing(zeros, np.float32(0.3), np.float32(0.02))
@@ -266,7 +268,7 @@ def in_fp8(experts, gate, params, x, dy):
     _, dlogits = router(ids, logits, dweights, losses)
     dh, drouter = dh + dlogits @ of_router, dlogits.T @ h
     _, (dx, dnorm) = normed(groups(flat), params["norm"], dh)
-    a = tensor(a * weights)
+    a = tensor(a * (weights / powers)) * powers
     grads = {
         "norm": dnorm,
         "router": drouter,
@@ -294,6 +296,25 @@ def test_experts_of_the_fp8_flow_are_those_of_quantized_numbers(kind):
             near(dparams[name].reshape(gradient.shape), gradient, 0.02)
         if experts.selection_bias:
             assert not np.any(dparams["router_bias"])
+
+
+def test_an_expert_with_small_weights_keeps_its_gradients():
+    """Its weights are 1e-5 of another's: with one scale its codes would be zeros."""
+    experts = Experts(num_experts=COUNT, top_k=2, normalized=False)
+    x, dy = tokens()
+    params = parameters(experts)
+    # All tokens choose expert 3 with weights of nearly 1, and then another one.
+    params["router"] = params["router"].at[3].add(0.3)
+    _, _, (dparams, _) = passes("coat", experts)(params, x, dy)
+    _, _, (expected, _) = in_float64(experts, "silu", params, x, dy)
+    for name in ("gate_up", "down"):
+        largest = np.abs(expected[name]).max(axis=tuple(range(1, expected[name].ndim)))
+        # An expert has no tokens.
+        assert (largest > 0).tolist() == [True, True, True, True, False]
+        assert np.median(largest) < 2e-5 * largest.max()
+        for expert in range(COUNT - 1):
+            of_expert = dparams[name][expert], expected[name][expert]
+            assert cosine(*of_expert) > 0.99, (name, expert)
 
 
 def near(actual, expected, error):

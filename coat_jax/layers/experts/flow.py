@@ -8,7 +8,9 @@ every expert begins at a multiple of 128.
 
 The weight of a choice multiplies what `down` reads, not what it writes. So it is a part
 of a row's scale in forward, and its gradient is a sum over the products of the gate's
-output and its gradient: the outputs of experts are not saved.
+output and its gradient: the outputs of experts are not saved. In backward, products
+with weights have one scale for all experts, and a power of two for each: an expert with
+small weights keeps its gradients.
 """
 
 from functools import partial
@@ -19,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.fp8.gated_experts import grouped_gate_gradient
+from coat_jax.fp8.gated_experts import by_group, grouped_gate_gradient
 from coat_jax.fp8.matmul import quantize_tensor, tensor_scales
 from coat_jax.fp8.ragged_dot import stored
 from coat_jax.layers.experts.parallel import WEIGHTS, ExpertAxis
@@ -111,11 +113,14 @@ def _shard(norm, gate, experts, axis_name, params, x):
     y = forward_product(h_rows, params["gate_up"], rows, x.dtype)
     y = y.reshape(len(y), 2, -1)
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
-    a = Scaled(out.values, out.scale * rows.of_choices(weights))
+    of_rows = rows.of_choices(weights)
+    relative, _ = by_group(of_rows, rows.sizes)
+    product_scale = out.scale * relative
+    a = Scaled(out.values, out.scale * of_rows)
     y = forward_product(a, params["down"], rows, x.dtype)
     y = rows.sums(y, flat, x.dtype).reshape(x.shape)
     inner = out.groups, out.largest_scale
-    h_scale, a_scale = tensor_scales(h, a)
+    h_scale, a_scale = tensor_scales(h, a._replace(scale=product_scale))
     routing = ids, logits, rows.saved
     scales = rows.common(h_scale)[None], a_scale[None]
     return y, shares, (groups, inner, routing, scales)
@@ -151,11 +156,11 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
     gradient = Scaled(rows.of_tokens(codes), dy_scale)
     da = input_gradient(gradient, params["down"], rows, flat.dtype)
     (weights, _), of_logits = jax.vjp(lambda x: routed(x, ids, experts), logits)
-    of_rows = rows.of_choices(weights)
+    relative, of_expert = by_group(rows.of_choices(weights), rows.sizes)
     scale, inner_grads = grouped_gate_gradient(
-        *inner, da, of_rows, rows.sizes, a_scale, gate
+        *inner, da, relative, rows.sizes, a_scale, gate
     )
-    a = Scaled(inner_grads.product, a_scale)
+    a = Scaled(inner_grads.product, a_scale * of_expert)
     transposed = kernels.grouped_transpose(gradient.codes, rows.sizes)
     gradient = Scaled(transposed, dy_scale)
     d_down = weight_gradient(gradient, a, rows, params["down"].dtype)
@@ -163,7 +168,7 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
     dh_router, d_router = logits_gradient(
         norm, _numbers(groups, flat.dtype), params["norm"], params["router"], dlogits
     )
-    gate_up = params["gate_up"]
+    gate_up = params["gate_up"].scaled(of_expert)
     d_gate_up = Scaled(inner_grads.values.reshape(len(da), -1), scale)
     dh = input_gradient(d_gate_up, gate_up, rows, flat.dtype)
     dh = rows.sums(dh, dh_router, flat.dtype)
@@ -171,7 +176,7 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
         groups, params["norm"], kind=norm.kind, eps=norm.eps, scale=h_scale
     )
     h = Scaled(rows.transposed(h.y), h_scale)
-    d_gate_up = Scaled(inner_grads.transposed, scale)
+    d_gate_up = Scaled(inner_grads.transposed, scale * of_expert)
     dw = weight_gradient(d_gate_up, h, rows, gate_up.dtype)
     dx, dnorm, _ = norm.backward(groups, dh, params["norm"], None, flat, False)
     bias = params["router_bias"]

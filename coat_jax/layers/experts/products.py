@@ -64,6 +64,11 @@ class WeightOfExperts:
         codes = kernels.quantize_columns(quantizable(w), scale)
         return cls(codes=codes, dtype=w.dtype)
 
+    def scaled(self, factor: Float[Array, " experts"]) -> "WeightOfExperts":
+        """Returns the weights of each expert times a factor."""
+        scale = self.codes.scale * factor[:, None]
+        return dataclasses.replace(self, codes=self.codes._replace(scale=scale))
+
     @property
     def scale_of_experts(self) -> Float[Array, " experts"]:
         """The largest scale of each expert's outputs, of weights for forward."""
@@ -97,7 +102,7 @@ def weight_gradient(
 
     Args:
       dy: Codes of the result's gradient, transposed as by `grouped_transpose`, with a
-        scale per tensor.
+        scale per tensor or expert.
       x: Codes of the rows, likewise.
       rows: The rows.
       dtype: The dtype of the weights.
