@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         grouped_matmul,
         grouped_weight_gradient,
     )
+    from pallas_kernels.ops.grouped_matmul.copies import copy_rows
     from pallas_kernels.ops.grouped_matmul.sums import sum_rows
     from pallas_kernels.ops.grouped_matmul.tiles import GroupTiles, padded_rows
     from pallas_kernels.ops.grouped_matmul.transposed import grouped_transpose
@@ -70,6 +71,7 @@ __all__ = [
     "adam",
     "attention",
     "attention_grad",
+    "copy_rows",
     "dequantize_groups",
     "explain",
     "gated",
@@ -114,6 +116,7 @@ lazy.attach(
         "pallas_kernels.ops.grouped_matmul.api": "group_tiles grouped_matmul "
         "grouped_weight_gradient",
         "pallas_kernels.ops.grouped_matmul.tiles": "GroupTiles padded_rows",
+        "pallas_kernels.ops.grouped_matmul.copies": "copy_rows",
         "pallas_kernels.ops.grouped_matmul.sums": "sum_rows",
         "pallas_kernels.ops.grouped_matmul.transposed": "grouped_transpose",
         "pallas_kernels.ops.matmul.api": "matmul matmul_heads",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 import pallas_kernels as kernels
 from coat_jax.fp8.fused import STEEPEST, quantized_gate
@@ -66,11 +66,25 @@ class ExpertRows(NamedTuple):
         index = wide_order(self.order) // (self.count // tokens)
         return jnp.pad(index, (0, BLOCK), constant_values=tokens)
 
+    @property
+    def _places(self) -> Int[Array, "t k"]:
+        """The rows of each token."""
+        places = inverted(self.order).reshape(len(self.x), -1)
+        return places.astype(jnp.int32)
+
     def padded[Rows](self, arrays: Rows) -> Rows:
-        """Returns the rows of arrays like `x`, with 128 rows of zeros at the end."""
+        """Returns the rows of arrays like `x`, and 128 rows of padding at the end.
+
+        Padding has zeros or, of codes of tokens, undefined rows.
+        """
         if self.order is None:
             return jax.tree.map(_padded, arrays)
-        return jax.tree.map(lambda x: taken(x, self._padded_index), arrays)
+        return jax.tree.map(self._of_tokens, arrays)
+
+    def _of_tokens(self, x: Shaped[Array, "t *k"]) -> Shaped[Array, "padded *k"]:
+        if x.ndim == 1:
+            return taken(x, self._padded_index)
+        return kernels.copy_rows(x, self._places, rows=self.count + BLOCK)
 
     def transposed(self, group_sizes: Int[Array, " g"]) -> Float[Array, "k columns"]:
         """Returns the transposes of padded rows by groups, if `x` are codes."""
@@ -83,8 +97,7 @@ class ExpertRows(NamedTuple):
         """Returns the gradient of `x`: of rows, or the sums of the rows of tokens."""
         if self.order is None:
             return rows[: self.count]
-        places = inverted(self.order).reshape(len(self.x), -1)
-        return total(rows, places, dtype=rows.dtype)
+        return total(rows, self._places, dtype=rows.dtype)
 
 
 class Combine(NamedTuple):
@@ -187,7 +200,7 @@ def _forward(
         weights = combine.weights_of_rows(group_sizes)
         a = a._replace(scale=a.scale * weights)
         # Weights may be negative.
-        product_scale *= jnp.abs(_by_group(weights, group_sizes)[0])
+        product_scale *= jnp.abs(by_group(weights, group_sizes)[0])
     w_down, down_scale = quantized_experts(down)
     of_rows = kernels.group_tiles(group_sizes, rows=rows.count)
     y = grouped(a, w_down, group_sizes, of_rows, outer)
@@ -217,7 +230,7 @@ def _backward(activation, inner, outer, dtype, residuals, dy):
     da = grouped(dy, w, group_sizes, tiles, inner)
     of_group = jnp.float32(1)
     if combine is not None:
-        weights, of_group = _by_group(weights, group_sizes)
+        weights, of_group = by_group(weights, group_sizes)
     scale, of_gate = grouped_gate_gradient(
         groups, largest_scale, da, weights, group_sizes, a_scale, activation
     )
@@ -267,7 +280,7 @@ def _gradient_of_rows(
       combine: The sums of rows, or None for rows without weights.
 
     Returns:
-      The codes with 128 rows of zeros at the end, with a scale per tensor; their
+      The codes with 128 rows of padding at the end, with a scale per tensor; their
       transposes by groups; and a weight for each of these rows.
     """
     if combine is None:
@@ -281,11 +294,12 @@ def _gradient_of_rows(
     else:
         rows = ExpertRows(codes, inverted(combine.places))
         weights = combine.weights_of_rows(group_sizes)
-    padded = Scaled(rows.padded(codes), scale)
-    return padded, rows.transposed(group_sizes), _padded(weights)
+    padded = rows.padded(codes)
+    transposed = kernels.grouped_transpose(padded, group_sizes)
+    return Scaled(padded, scale), transposed, _padded(weights)
 
 
-def _by_group(
+def by_group(
     weights: Float[Array, " rows"], group_sizes: Int[Array, " g"]
 ) -> tuple[Float[Array, " rows"], Float[Array, " g"]]:
     """Divides the weights of rows by a power of two for each group.

@@ -143,7 +143,8 @@ def _gate(activation: str) -> Iterator[CompiledCase]:
     def pair_backward(gate, up, dy, scale, **options):
         return backward((gate, up), dy, scale, product_scale=scale, **options)
 
-    for n in (768, f, 26_624, 28_672):  # In registers, and in shared memory.
+    # Rows in registers of a warp, of a thread block, and in shared memory.
+    for n in (1024, 1408, f, 26_624, 28_672):
         y = _array(tokens, n)
         yield CompiledCase(f"{activation} gate of two arrays, to rows", pair, (y, y))
     arrays = (_groups(tokens, f), _groups(tokens, f), *arrays[1:])
@@ -302,6 +303,8 @@ def _grouped() -> Iterator[CompiledCase]:
     arrays = _array(tokens, k, dtype=_E4M3), sizes, None, index
     yield CompiledCase("transpose of copied rows", pk.grouped_transpose, arrays)
     places = _array(tokens, choices, dtype=jnp.int32)
+    call = functools.partial(pk.copy_rows, rows=rows)
+    yield CompiledCase("copies of tokens", call, (arrays[0], places))
     for add in (None, _array(tokens, k)):
         arrays = _array(rows, k), places, add
         name = "sums of rows" if add is None else "sums of rows and an array"

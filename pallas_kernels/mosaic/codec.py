@@ -41,11 +41,12 @@ def strip_layout(shape: tuple[int, ...]) -> plgpu.Layout:
         return plgpu.Layout.TCGEN05_TMEM_NATIVE(vector)
     # The tiling has an axis of lanes within a group only if a group has several.
     lanes_of_group = shape[-1] > vector
-    if warp[0] == 1:
+    if warp[0] == 1:  # Tilings have no axes of one, and no tile that is one array.
+        axes = len(shape) + lanes_of_group
         return plgpu.Layout.TILED(
             plgpu.Tiling((shape, (vector,))),
-            warp_dims=(-3,),
-            lane_dims=(-2,),
+            warp_dims=(-axes,),
+            lane_dims=tuple(range(1 - axes, -1)),
             vector_dim=-1,
         )
     axes = 2 * len(shape) + lanes_of_group
@@ -67,7 +68,11 @@ def decode(x: Array | Scaled) -> Array:
 
 def encode(x: Array, scale: Array, dtype: DTypeLike) -> Array:
     """Returns the codes of x / scale, rounded to nearest even and saturated."""
-    x = x * reciprocal(jnp.broadcast_to(scale, x.shape))
+    return saturated(x * reciprocal(jnp.broadcast_to(scale, x.shape)), dtype)
+
+
+def saturated(x: Array, dtype: DTypeLike) -> Array:
+    """Returns `x` rounded to codes, the largest one for numbers above it."""
     if not _saturates():
         x = jnp.clip(x, -code_max(dtype), code_max(dtype))
     return x.astype(dtype)

@@ -28,8 +28,8 @@ class Tuning:
     Attributes:
       elements: The number of elements of each array that a lane reads before it
         computes.
-      columns: The number of columns of a tile of 128 rows, 64 or 128. It applies only
-        to kernels with tiles.
+      columns: The number of columns of a tile of 128 rows, at most 256. It applies
+        only to kernels with tiles.
     """
 
     elements: int = 16

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers.kernels import (
@@ -107,6 +108,29 @@ def test_columns_are_quantized_as_rows_of_the_transpose(
     actual = run(implementation, quantize, rows.swapaxes(1, 2))
     expected, scale = encoded_groups(rows, codes, k)
     assert_identical(actual, (expected, scale[..., 0].astype(F32)))
+
+
+@every_implementation
+def test_columns_with_known_scales_saturate(implementation):
+    x = numbers((2, 128, 64), F32)
+    # Scales have 8 significant bits; with the first ones numbers exceed the codes.
+    scale = np.float32(1.375) * np.exp2(np.arange(-64.0, 64.0)).astype(F32)
+    scale = scale.reshape(2, 64)[:, ::-1].copy()
+    actual = run(implementation, pk.quantize_columns, x, jnp.asarray(scale))
+    exact = np.asarray(x) * (1 / scale)[:, None]
+    assert (np.abs(exact) > 448).any()
+    expected = np.clip(exact, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    assert_identical(actual, pk.Scaled(expected.swapaxes(1, 2), scale))
+
+
+def test_scales_of_columns_are_checked():
+    x = jnp.ones((2, 128, 64))
+    for scale, message in (
+        (jnp.ones((2, 128)), r"scale must have the shape \(2, 64\)"),
+        (jnp.ones((2, 64), BF16), "bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pk.quantize_columns(x, scale)
 
 
 @pytest.mark.gpu

@@ -85,8 +85,58 @@ def test_wrong_sums_are_errors(changes, message):
 
 @every_implementation
 @pytest.mark.parametrize(
+    ("tokens", "k", "n", "dtype"),
+    [(5, 3, 512, E4M3), (3, 16, 1536, E5M2), (7, 1, 4608, E4M3), (4, 2, 80, E5M2)],
+)
+def test_tokens_are_copied_to_their_places(implementation, tokens, k, n, dtype):
+    rng = np.random.default_rng(k)
+    x = rng.integers(0, 256, (tokens, n)).astype(np.uint8).view(CODES[dtype])
+    rows = tokens * k + 9
+    # The first and the last row, and some rows of no token.
+    places = rng.permutation(np.r_[0, rows - 1, 1 : rows - 1][: tokens * k])
+    places = places.reshape(tokens, k).astype(np.int32)
+    if implementation != "reference" and n % 512:
+        pytest.skip("the kernel takes multiples of 512 bytes")
+    call = functools.partial(pallas_kernels.copy_rows, rows=rows)
+    y = kernels.run(implementation, call, x, places)
+    assert y.shape == (rows, n)
+    kernels.assert_identical(np.asarray(y)[places], np.repeat(x[:, None], k, axis=1))
+
+
+def test_copies_over_a_mapped_axis():
+    x = kernels.numbers((2, 3, 512)).astype(E4M3)
+    places = np.int32([[[0, 5], [4, 1], [2, 3]], [[3, 1], [5, 0], [4, 2]]])
+    copy = functools.partial(pallas_kernels.copy_rows, rows=6)
+    for one, of, y in zip(x, places, jax.vmap(copy)(x, places), strict=True):
+        kernels.assert_identical(y[of[:, 1]], one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": jnp.ones((4, 2, 8), E4M3)}, "must be .tokens, n. and .tokens, k."),
+        ({"x": jnp.ones((3, 8), E4M3)}, "must be .tokens, n. and .tokens, k."),
+        ({"x": jnp.ones((4, 8), jnp.bfloat16)}, "bfloat16"),
+        ({"places": jnp.zeros((4, 2))}, "places"),
+        ({"rows": 7}, "rows must be 8 or more, got 7"),
+        ({"implementation": "mosaic"}, "Hopper|GPU|rows must be"),
+    ],
+)
+def test_wrong_copies_are_errors(changes, message):
+    x, places = jnp.ones((4, 8), E4M3), jnp.zeros((4, 2), jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.copy_rows(**{"x": x, "places": places, "rows": 8} | changes)
+
+
+@every_implementation
+@pytest.mark.parametrize(
     ("sizes", "n", "dtype"),
-    [([130, 0, 7], 256, E4M3), ([0, 1], 128, E5M2), ([3, 126, 0], 48, E4M3)],
+    [
+        ([130, 0, 7], 256, E4M3),
+        ([2, 1], 384, E4M3),
+        ([0, 1], 128, E5M2),
+        ([3, 126, 0], 48, E4M3),
+    ],
 )
 def test_transposes_of_copied_rows_are_identical(implementation, sizes, n, dtype):
     rng = np.random.default_rng(0)

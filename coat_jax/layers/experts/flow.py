@@ -8,19 +8,23 @@ every expert begins at a multiple of 128.
 
 The weight of a choice multiplies what `down` reads, not what it writes. So it is a part
 of a row's scale in forward, and its gradient is a sum over the products of the gate's
-output and its gradient: the outputs of experts are not saved.
+output and its gradient: the outputs of experts are not saved. In backward, products
+with weights have one scale for all experts, and a power of two for each: an expert with
+small weights keeps its gradients.
 """
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.fp8.gated_experts import grouped_gate_gradient
+from coat_jax.fp8.gated_experts import by_group, grouped_gate_gradient
 from coat_jax.fp8.matmul import quantize_tensor, tensor_scales
-from coat_jax.layers.experts.parallel import ExpertAxis
+from coat_jax.fp8.ragged_dot import stored
+from coat_jax.layers.experts.parallel import WEIGHTS, ExpertAxis
 from coat_jax.layers.experts.products import (
     WeightOfExperts,
     forward_product,
@@ -79,17 +83,21 @@ def _segment(params, stream, norm, gate, experts, axis):
 @array_types.on_common_mesh
 def _forward(params, stream, norm, gate, experts, axis):
     run = partial(_shard, norm, gate, experts, axis.name)
+    weights = {name: WeightOfExperts.forward(merged(params[name])) for name in WEIGHTS}
+    of_experts = {name: w.scale_of_experts for name, w in weights.items()}
     if axis.spread:
-        weights = axis.split(params, WeightOfExperts.forward)
+        split = axis.split(params | weights)
         run = axis.over_devices(run, stream.x, (axis.params, axis.tokens), axis.tokens)
-        y, shares, residuals = run(weights, stream.x)
+        y, shares, residuals = run(split, stream.x)
     else:
-        y, shares, residuals = over_shards(partial(run, params), stream)
-    return (stream.with_array(y), shares), (params, *residuals)
+        y, shares, residuals = over_shards(partial(run, params | weights), stream)
+    return (stream.with_array(y), shares), (params, of_experts, *residuals)
 
 
 def _shard(norm, gate, experts, axis_name, params, x):
     """Computes a layer of experts on one shard of the tokens, x [b, s, h].
+
+    The weights of experts among `params` are `WeightOfExperts`, as in backward.
 
     Returns:
       The outputs [b, s, h], the experts' `Shares`, and the residuals of backward.
@@ -102,21 +110,31 @@ def _shard(norm, gate, experts, axis_name, params, x):
     # The gate's backward kernel reads rows after the last expert's.
     rows = sorted_rows(ids, experts, axis_name, padding=BLOCK)
     h_rows = jax.tree.map(rows.of_tokens, h)
-    y = forward_product(h_rows, merged(params["gate_up"]), rows, x.dtype)
+    y = forward_product(h_rows, params["gate_up"], rows, x.dtype)
     y = y.reshape(len(y), 2, -1)
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
-    a = Scaled(out.values, out.scale * rows.of_choices(weights))
+    of_rows = rows.of_choices(weights)
+    relative, _ = by_group(of_rows, rows.sizes)
+    product_scale = out.scale * relative
+    a = Scaled(out.values, out.scale * of_rows)
     y = forward_product(a, params["down"], rows, x.dtype)
     y = rows.sums(y, flat, x.dtype).reshape(x.shape)
     inner = out.groups, out.largest_scale
-    h_scale, a_scale = tensor_scales(h, a)
+    h_scale, a_scale = tensor_scales(h, a._replace(scale=product_scale))
     routing = ids, logits, rows.saved
     scales = rows.common(h_scale)[None], a_scale[None]
     return y, shares, (groups, inner, routing, scales)
 
 
+@array_types.on_common_mesh
 def _backward(norm, gate, experts, axis, residuals, cotangents):
     run = partial(_shard_grads, norm, gate, experts, axis.name)
+    params, of_experts, *saved = residuals
+    weights = {
+        name: WeightOfExperts.backward(merged(params[name]), scale)
+        for name, scale in of_experts.items()
+    }
+    residuals = params | weights, *saved
     if not axis.spread:
         return _grads_by_shards(run, residuals, cotangents)
     return axis.backward(run, residuals, cotangents)
@@ -138,27 +156,28 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
     gradient = Scaled(rows.of_tokens(codes), dy_scale)
     da = input_gradient(gradient, params["down"], rows, flat.dtype)
     (weights, _), of_logits = jax.vjp(lambda x: routed(x, ids, experts), logits)
-    of_rows = rows.of_choices(weights)
+    relative, of_expert = by_group(rows.of_choices(weights), rows.sizes)
     scale, inner_grads = grouped_gate_gradient(
-        *inner, da, of_rows, rows.sizes, a_scale, gate
+        *inner, da, relative, rows.sizes, a_scale, gate
     )
-    a = Scaled(inner_grads.product, a_scale)
-    gradient = Scaled(rows.transposed(codes), dy_scale)
+    a = Scaled(inner_grads.product, a_scale * of_expert)
+    transposed = kernels.grouped_transpose(gradient.codes, rows.sizes)
+    gradient = Scaled(transposed, dy_scale)
     d_down = weight_gradient(gradient, a, rows, params["down"].dtype)
-    gate_up = merged(params["gate_up"])
+    (dlogits,) = of_logits((rows.to_choices(inner_grads.weights), dshares))
+    dh_router, d_router = logits_gradient(
+        norm, _numbers(groups, flat.dtype), params["norm"], params["router"], dlogits
+    )
+    gate_up = params["gate_up"].scaled(of_expert)
     d_gate_up = Scaled(inner_grads.values.reshape(len(da), -1), scale)
-    dh = rows.sums(input_gradient(d_gate_up, gate_up, rows, flat.dtype))
+    dh = input_gradient(d_gate_up, gate_up, rows, flat.dtype)
+    dh = rows.sums(dh, dh_router, flat.dtype)
     h = kernels.norm(
         groups, params["norm"], kind=norm.kind, eps=norm.eps, scale=h_scale
     )
     h = Scaled(rows.transposed(h.y), h_scale)
-    d_gate_up = Scaled(inner_grads.transposed, scale)
+    d_gate_up = Scaled(inner_grads.transposed, scale * of_expert)
     dw = weight_gradient(d_gate_up, h, rows, gate_up.dtype)
-    (dlogits,) = of_logits((rows.to_choices(inner_grads.weights), dshares))
-    dh_router, d_router = logits_gradient(
-        norm, _numbers(groups), params["norm"], params["router"], dlogits
-    )
-    dh = (dh + dh_router).astype(flat.dtype)
     dx, dnorm, _ = norm.backward(groups, dh, params["norm"], None, flat, False)
     bias = params["router_bias"]
     grads = {
@@ -174,9 +193,9 @@ def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
 _segment.defvjp(_forward, _backward)
 
 
-def _numbers(groups: Scaled) -> Float[Array, "..."]:
-    """Returns the numbers of groups in float32."""
+def _numbers(groups: Scaled, dtype: DTypeLike) -> Float[Array, "..."]:
+    """Returns the numbers of groups in bfloat16 for that dtype, else in float32."""
     # XLA fuses the decoding with what reads the numbers, and not with a kernel.
     return kernels.dequantize_groups(
-        groups, dtype=jnp.float32, group=GROUP, implementation="reference"
+        groups, dtype=stored(dtype), group=GROUP, implementation="reference"
     )

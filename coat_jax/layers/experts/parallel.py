@@ -18,14 +18,14 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from coat_jax.layers.experts.products import WeightOfExperts, merged
+from coat_jax.layers.experts.products import WeightOfExperts
 from coat_jax.layers.experts.routing import Experts
 from coat_jax.layers.parts import Stream
 from coat_jax.layers.shards import finished
 from pallas_kernels.dispatch import array_types, exchange
 
 EXPERT = "expert"
-_WEIGHTS = ("gate_up", "down")
+WEIGHTS = ("gate_up", "down")  # The parameters that are weights of experts.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,23 +135,18 @@ class ExpertAxis:
     def params(self) -> dict[str, Any]:
         """The specs of parameters that are `split`."""
         replicated = dict.fromkeys(("norm", "router", "router_bias"), P())
-        return replicated | dict.fromkeys(_WEIGHTS, (P(EXPERT), P()))
+        return replicated | dict.fromkeys(WEIGHTS, (P(EXPERT), P()))
 
-    def split(
-        self,
-        params: Mapping[str, Any],
-        quantize: Callable[[Array], WeightOfExperts] | None = None,
-    ) -> dict[str, Any]:
+    def split(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Returns parameters with weights as pairs: chosen and shared experts'."""
 
         def parts(w: Any) -> tuple[Any, Any]:
-            w = w if quantize is None else quantize(merged(w))
             if jax.tree.leaves(w)[0].shape[0] == self.num_experts:
                 return w, None
             chosen = jax.tree.map(lambda v: v[: self.num_experts], w)
             return chosen, jax.tree.map(lambda v: v[self.num_experts :], w)
 
-        return {**params, **{name: parts(params[name]) for name in _WEIGHTS}}
+        return {**params, **{name: parts(params[name]) for name in WEIGHTS}}
 
     def over_devices(
         self, fn: Callable, x: Array, in_specs: Any, out_specs: Any
@@ -166,8 +161,8 @@ class ExpertAxis:
         """
 
         def run(params, *args):
-            weights = {name: _joined(params[name]) for name in _WEIGHTS}
-            replicated = {name: x for name, x in params.items() if name not in _WEIGHTS}
+            weights = {name: _joined(params[name]) for name in WEIGHTS}
+            replicated = {name: x for name, x in params.items() if name not in WEIGHTS}
             replicated, *args = array_types.varying_alike((replicated, *args))
             # Matmuls save weights as they come in. `pcast` would make copies of them.
             codes = {
@@ -198,21 +193,20 @@ class ExpertAxis:
         def shard(params, saved, dx, scale, dshares):
             stream = Stream(dx, scale.reshape(()))
             grads, stream = run((params, *saved), (stream, dshares))
-            parts = {name: self._parts(grads.pop(name)) for name in _WEIGHTS}
+            parts = {name: self._parts(grads.pop(name)) for name in WEIGHTS}
             grads = {**parts, **lax.psum(grads, self._axes)}
             return grads, stream.x, stream.scale[None]
 
         data_axes = tuple(name for name in self._axes if name != EXPERT)
-        of_weights = dict.fromkeys(_WEIGHTS, (P(data_axes, EXPERT), P()))
+        of_weights = dict.fromkeys(WEIGHTS, (P(data_axes, EXPERT), P()))
         scales = P(self.batch) if dy.scale.ndim else P()
         in_specs = self.params, self.tokens, self.tokens, scales, self.tokens
         out_specs = self.params | of_weights, self.tokens, self.tokens
         spread = self.over_devices(shard, dy.x, in_specs, out_specs)
-        weights = self.split(params, WeightOfExperts.backward)
-        arrays = weights, tuple(saved), dy.x, dy.scale, dshares
+        arrays = self.split(params), tuple(saved), dy.x, dy.scale, dshares
         grads, dx, scale = spread(*arrays)
         # Devices get their parts of these sums alone.
-        grads |= {name: _total(*grads[name]) for name in _WEIGHTS}
+        grads |= {name: _total(*grads[name]) for name in WEIGHTS}
         scale = jnp.max(scale.reshape(*dy.scale.shape, -1), axis=-1)
         return finished(params, dy, grads, [Stream(dx, scale)])
 

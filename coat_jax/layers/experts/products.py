@@ -1,9 +1,10 @@
 """Matmuls of rows by expert: of FP8 codes, and with derivatives for plain recipes.
 
-Weights are [experts, out, in]. In FP8 a weight is quantized twice, where it is read:
-forward every output of an expert has a scale, and in the input gradient every input
-has, because the matmul there sums over outputs. Weight gradients sum over rows, so
-activations and their gradients have a scale per tensor in backward.
+Weights are [experts, out, in]. In FP8 a weight is quantized twice, where it is read.
+Forward every output of an expert has a scale. The input gradient sums over outputs, so
+there an expert has one, the largest of its outputs: nothing searches the weights for
+their amax again. Weight gradients sum over rows, so activations and their gradients
+have a scale per tensor in backward.
 """
 
 import dataclasses
@@ -54,30 +55,43 @@ class WeightOfExperts:
         return cls(codes=quantize_tokens(w), dtype=w.dtype)
 
     @classmethod
-    def backward(cls, w: Float[Array, "experts out in"]) -> "WeightOfExperts":
-        """Quantizes weights for `input_gradient`, with a scale for each input."""
-        return cls(codes=kernels.quantize_columns(quantizable(w)), dtype=w.dtype)
+    def backward(
+        cls, w: Float[Array, "experts out in"], scale: Float[Array, " experts"]
+    ) -> "WeightOfExperts":
+        """Quantizes weights for `input_gradient`, with `scale_of_experts`."""
+        count, _, inputs = w.shape
+        scale = jnp.broadcast_to(scale[:, None], (count, inputs))
+        codes = kernels.quantize_columns(quantizable(w), scale)
+        return cls(codes=codes, dtype=w.dtype)
+
+    def scaled(self, factor: Float[Array, " experts"]) -> "WeightOfExperts":
+        """Returns the weights of each expert times a factor."""
+        scale = self.codes.scale * factor[:, None]
+        return dataclasses.replace(self, codes=self.codes._replace(scale=scale))
+
+    @property
+    def scale_of_experts(self) -> Float[Array, " experts"]:
+        """The largest scale of each expert's outputs, of weights for forward."""
+        return jnp.max(self.codes.scale, axis=1)
 
 
 def forward_product(
     x: Scaled,
-    w: Float[Array, "experts out in"] | WeightOfExperts,
+    w: WeightOfExperts,
     rows: Rows,
     dtype: DTypeLike,
 ) -> Float[Array, "rows out"]:
     """Multiplies codes of rows, which have a scale each, by the experts' weights."""
-    w = w if isinstance(w, WeightOfExperts) else WeightOfExperts.forward(w)
     return once(_grouped(x, w.codes, rows, dtype))
 
 
 def input_gradient(
     dy: Scaled,
-    w: Float[Array, "experts out in"] | WeightOfExperts,
+    w: WeightOfExperts,
     rows: Rows,
     dtype: DTypeLike,
 ) -> Float[Array, "rows in"]:
     """Computes the gradient of a matmul's rows from codes of its result's gradient."""
-    w = w if isinstance(w, WeightOfExperts) else WeightOfExperts.backward(w)
     return _grouped(dy, w.codes, rows, dtype)
 
 
@@ -88,7 +102,7 @@ def weight_gradient(
 
     Args:
       dy: Codes of the result's gradient, transposed as by `grouped_transpose`, with a
-        scale per tensor.
+        scale per tensor or expert.
       x: Codes of the rows, likewise.
       rows: The rows.
       dtype: The dtype of the weights.
@@ -98,12 +112,8 @@ def weight_gradient(
     return dw.astype(dtype)
 
 
-def merged(
-    w: Float[Array, "experts *out in"] | WeightOfExperts,
-) -> Float[Array, "experts n in"] | WeightOfExperts:
-    """Returns the weights of an expert as one matrix; codes are one already."""
-    if isinstance(w, WeightOfExperts):
-        return w
+def merged(w: Float[Array, "experts *out in"]) -> Float[Array, "experts n in"]:
+    """Returns the weights of an expert as one matrix."""
     return w.reshape(len(w), -1, w.shape[-1])
 
 
@@ -211,17 +221,20 @@ def _fp8_fwd(x, w, rows, of_tokens):
     if of_tokens:
         codes = jax.tree.map(rows.of_tokens, codes)
     wide = merged(array_types.varying_alike(w, (w, x)))
-    y = forward_product(codes, wide, rows, x.dtype)
-    return y, (Scaled(saved.row, scale), dtype_of(x), w, rows)
+    of_forward = WeightOfExperts.forward(wide)
+    y = forward_product(codes, of_forward, rows, x.dtype)
+    of_weights = w, of_forward.scale_of_experts
+    return y, (Scaled(saved.row, scale), dtype_of(x), of_weights, rows)
 
 
 @array_types.on_common_mesh
 def _fp8_bwd(of_tokens, residuals, dy):
-    x, like, w, rows = residuals
+    x, like, (w, of_experts), rows = residuals
     gradient = quantize_tensor(dy, E5M2, copies="row")
     gradient = Scaled(gradient.row, gradient.scale)
     wide = merged(array_types.varying_alike(w, (w, dy)))
-    dx = input_gradient(gradient, wide, rows, like.dtype)
+    of_backward = WeightOfExperts.backward(wide, of_experts)
+    dx = input_gradient(gradient, of_backward, rows, like.dtype)
     dx = rows.sums(dx).astype(like.dtype) if of_tokens else dx
     codes = rows.of_tokens(x.codes) if of_tokens else x.codes
     operands = (

@@ -174,9 +174,7 @@ def normed_logits(
     """
     if norm.kind != "rms" or x.dtype != jnp.bfloat16:
         return router_logits(norm.values(x, weight), router)
-    router = _weighted(router, weight)
-    high = lax.reduce_precision(router, 8, 7)
-    halves = jnp.concatenate([high, router - high]).astype(x.dtype)
+    halves = _halves(_weighted(router, weight), axis=0)
     sums = jnp.tensordot(x, halves, axes=(-1, -1), preferred_element_type=jnp.float32)
     high, low = jnp.split(sums, 2, axis=1)
     return (high + low) * norm.rate(x)
@@ -191,24 +189,38 @@ def logits_gradient(
 ) -> tuple[Float[Array, "tokens h"], Float[Array, "experts h"]]:
     """Computes the gradients of the norm's output and of the router.
 
+    If the norm is an RMSNorm of bfloat16 numbers, both matmuls have bfloat16 operands,
+    as in `normed_logits`: `dlogits` is exact to 16 bits in two, and the router is
+    rounded to one, as the gradient of the norm's output is.
+
     Args:
       norm: The norm.
-      x: The norm's input, float32.
+      x: The norm's input, bfloat16 or float32.
       weight: The norm's weight.
       router: The router.
-      dlogits: The gradient of the logits.
+      dlogits: The gradient of the logits, float32.
 
     Returns:
-      The gradient of the norm's output, float32, and of the router, in its dtype.
+      The gradient of the norm's output, in the dtype of `x`, and of the router, in its
+      dtype.
     """
-    multiply = partial(jnp.tensordot, precision=_PRECISION)
-    dh = multiply(dlogits, router.astype(jnp.float32), axes=1)
-    if norm.kind == "rms":
-        d_router = multiply(dlogits * norm.rate(x), x, axes=(0, 0))
-        d_router = _weighted(d_router, weight)
-    else:
+    if norm.kind != "rms" or x.dtype != jnp.bfloat16:
+        multiply = partial(jnp.tensordot, precision=_PRECISION)
+        dh = multiply(dlogits, router.astype(jnp.float32), axes=1)
         d_router = multiply(dlogits, norm.values(x, weight), axes=(0, 0))
-    return dh, d_router.astype(router.dtype)
+        return dh.astype(x.dtype), d_router.astype(router.dtype)
+    twice = jnp.concatenate([router, router]).astype(x.dtype)
+    dh = jnp.matmul(_halves(dlogits, axis=1), twice, preferred_element_type=x.dtype)
+    halves = _halves(dlogits * norm.rate(x), axis=1)
+    sums = jnp.tensordot(halves, x, axes=(0, 0), preferred_element_type=jnp.float32)
+    high, low = jnp.split(sums, 2)
+    return dh, _weighted(high + low, weight).astype(router.dtype)
+
+
+def _halves(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """Returns two bfloat16 arrays, joined along an axis, that add up to `x`."""
+    high = lax.reduce_precision(x, 8, 7)
+    return jnp.concatenate([high, x - high], axis=axis).astype(jnp.bfloat16)
 
 
 def _weighted(

@@ -12,6 +12,7 @@ from coat_jax.fp8.matmul import once
 from coat_jax.fp8.rows import taken, total
 from coat_jax.layers.experts.routing import group_sizes
 from pallas_kernels import GroupTiles
+from pallas_kernels.checks import CODES
 from pallas_kernels.ops.grouped_matmul.tiles import ROWS
 
 
@@ -68,7 +69,12 @@ class Rows:
         return kernels.group_tiles(self.sizes, rows=len(self.choice))
 
     def of_tokens(self, x: Shaped[Array, "tokens *n"]) -> Shaped[Array, "rows *n"]:
-        """Returns the row of each row's token, and zeros for padding."""
+        """Returns the row of each row's token.
+
+        Padding has zeros or, of codes, undefined rows.
+        """
+        if x.ndim == 2 and x.dtype in CODES:
+            return kernels.copy_rows(x, self._places(), rows=len(self.choice))
         return taken(x, self._token)
 
     def transposed(self, x: Float[Array, "tokens n"]) -> Float[Array, "n padded"]:

@@ -205,7 +205,10 @@ class SentRows:
         return kernels.group_tiles(self.sizes, rows=len(self.order))
 
     def of_tokens(self, x: Shaped[Array, "tokens *n"]) -> Shaped[Array, "rows *n"]:
-        """Sends a row of `x` for each choice of its token; padding is zeros."""
+        """Sends a row of `x` for each choice of its token; padding is zeros.
+
+        If a chunk has no place for a row, all results are undefined.
+        """
         return self._arrive(self.sent.of_tokens(x))
 
     def transposed(self, x: Float[Array, "tokens n"]) -> Float[Array, "n padded"]:

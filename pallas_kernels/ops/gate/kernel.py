@@ -30,6 +30,7 @@ from pallas_kernels.mosaic.codec import (
 )
 from pallas_kernels.mosaic.rows import Row, Rows, Share, Tuning, reduced
 from pallas_kernels.numerics import GROUP, Scaled, magnitude_bits, reciprocal, row_scale
+from pallas_kernels.ops.gate import warps
 from pallas_kernels.ops.gate.reference import Gated
 
 _CODES = jnp.float8_e4m3fn  # The dtype of groups that are kept.
@@ -93,6 +94,8 @@ def run(
         return x.reshape(*x.shape[:-1], groups, GROUP) if x.shape[-1] == n else x
 
     launch = _short if n < _LONG else _long
+    if warps.takes(tokens, n):
+        launch = warps.run
     launch = functools.partial(launch, fn, outputs)
     return jax.custom_batching.sequential_vmap(launch)(jax.tree.map(view, operands))
 

@@ -19,6 +19,8 @@ from pallas_kernels.ops.quantize.groups import numbers
 from pallas_kernels.ops.quantize.tensor import as_stored
 
 _BYTES = 128  # Bytes of each row that a thread block reads.
+# Rows at an index are copied one by one, and wider blocks need fewer copies.
+_BYTES_AT_INDEX = 256
 
 
 def grouped_transpose(
@@ -112,6 +114,9 @@ class _GroupedTranspose(operations.Operation):
         # The copy engine takes no parts of other rows, and a mesh may split columns.
         if index is not None and x.shape[1] % _BYTES:
             x, index = _rows_at(x, index), None
+        columns = _columns(x)
+        if index is not None and not x.shape[1] % _BYTES_AT_INDEX:
+            columns = _BYTES_AT_INDEX
         dtype, stored = self.dtype, x
         if scale is None:  # The kernel moves bits, so that it does not change NaNs.
             dtype = jnp.uint8 if x.dtype in CODES else jnp.uint16
@@ -128,7 +133,7 @@ class _GroupedTranspose(operations.Operation):
             blocks=at,
             name=self.name,
             encoding=Encoding(transposed=dtype),
-            tuning=Tuning(columns=_columns(x)),
+            tuning=Tuning(columns=columns),
         )
         transposed = out.transposed[0]
         if scale is None:

@@ -11,11 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.checks import CODES, WIDE, check_dtype
+from pallas_kernels.checks import CODES, WIDE, check_dtype, check_shape
 from pallas_kernels.dispatch import operations
 from pallas_kernels.dispatch.axes import Axes
 from pallas_kernels.mosaic import core as mosaic
-from pallas_kernels.mosaic.codec import LANES, strip_layout
+from pallas_kernels.mosaic.codec import LANES, saturated, strip_layout
 from pallas_kernels.mosaic.elementwise import Stages
 from pallas_kernels.mosaic.strips import Encoding, Tuning, Walk, obstacle
 from pallas_kernels.numerics import (
@@ -32,6 +32,7 @@ from pallas_kernels.numerics import (
 
 def quantize_columns(
     x: Float[Array, "count k n"],
+    scale: Float[Array, "count n"] | None = None,
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     implementation: operations.Implementation | None = None,
@@ -40,10 +41,12 @@ def quantize_columns(
 
     Codes and scales equal the results of `quantize_rows` of the transposed matrices.
     XLA computes the scales, and the kernel the codes: in two passes the matrices are
-    read twice, and the codes are written once.
+    read twice, and the codes are written once. With known scales they are read once.
 
     Args:
       x: Matrices, bfloat16 or float32.
+      scale: The scale of each column, float32, with which codes are `x * (1 / scale)`,
+        rounded to nearest even and saturated; None for amax / code_max.
       dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
       implementation: The implementation; None means the kernel where it can run.
 
@@ -65,8 +68,11 @@ def quantize_columns(
     check_dtype("x", x.dtype, WIDE)
     if x.ndim != 3:
         raise ValueError(f"x must be [count, k, n], got {x.shape}")
+    if scale is not None:
+        check_dtype("scale", scale.dtype, (jnp.dtype(jnp.float32),))
+        check_shape("scale", scale, (len(x), x.shape[2]))
     operation = _QuantizeColumns(dtype=jnp.dtype(dtype))
-    return operation(x, implementation=implementation)
+    return operation(x, scale, implementation=implementation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,22 +82,23 @@ class _QuantizeColumns(operations.Operation):
     dtype: jnp.dtype
     name = "quantize_columns"
 
-    def obstacle(self, x) -> str | None:
+    def obstacle(self, x, scale) -> str | None:
         count, k, n = x.shape
         if k % LANES:
             return f"columns must have a multiple of {LANES} elements, got {k}"
         return obstacle(count * k, 1, n, transposed=True)
 
-    def reference(self, x) -> Scaled:
-        scale = self._scale(x)
+    def reference(self, x, scale) -> Scaled:
+        scale = self._scale(x) if scale is None else scale
         codes = encode(normal(x.astype(jnp.float32)), scale[:, None], self.dtype)
         return Scaled(lax.optimization_barrier(codes).swapaxes(1, 2), scale)
 
-    def axes(self, x) -> tuple:
-        return (Axes("c _ n"),), Scaled(Axes("c n _"), Axes("c n"))
+    def axes(self, x, scale) -> tuple:
+        of_scale = None if scale is None else Axes("c n")
+        return (Axes("c _ n"), of_scale), Scaled(Axes("c n _"), Axes("c n"))
 
-    def kernel(self, x) -> Scaled:
-        scale = self._scale(x)
+    def kernel(self, x, scale) -> Scaled:
+        scale = self._scale(x) if scale is None else scale
         run = functools.partial(_run, dtype=self.dtype)
         codes = jax.custom_batching.sequential_vmap(run)(x, reciprocal(scale))
         return Scaled(codes, scale)
@@ -140,9 +147,7 @@ def _kernel(walk: Walk, k: int, x, inverse, out, *, tile, stages) -> None:
         of_strip = inverse.at[matrix, pl.ds((group + j) * GROUP, GROUP)]
         by = plgpu.load(of_strip, layout=layout.reduce(0), optimized=False)
         by = plgpu.layout_cast(lax.broadcast_in_dim(by, value.shape, (1,)), layout)
-        # Rounding the scale leaves values at most a percent above the largest code, to
-        # which they round. Saturation is not needed.
-        codes = (normal(value.astype(jnp.float32)) * by).astype(out.dtype)
+        codes = saturated(normal(value.astype(jnp.float32)) * by, out.dtype)
         codes = plgpu.layout_cast(codes, plgpu.Layout.TCGEN05_TMEM_NATIVE(1))
         to = tile.at[pl.ds(j * GROUP, GROUP)]
         mosaic.store(to.transpose((1, 0)), codes)
