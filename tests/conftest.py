@@ -54,7 +54,10 @@ def pytest_configure(config: pytest.Config):
 
 LONGEST = (
     "test_compile_sm90.py",
+    "test_types.py",
     "test_pretrain.py",
+    "test_pretrain_compare.py",
+    "test_bench_compile.py",
 )
 
 
