@@ -59,7 +59,10 @@ def _makes_devices(markexpr: str) -> bool:
 
 LONGEST = (
     "test_compile_sm90.py",
+    "test_types.py",
     "test_pretrain.py",
+    "test_pretrain_compare.py",
+    "test_bench_compile.py",
 )
 
 

@@ -1,5 +1,6 @@
 """Tests schemes of storing Adam's moments against NumPy and against the library."""
 
+import functools
 import itertools
 
 import jax
@@ -108,12 +109,17 @@ def test_schemes_are_those_of_the_library(rng, normalize):
     assert scheme.bytes_per_parameter == nbytes
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantized(x, format, expand):
+    return coat.quantize(x, format=format, expand=expand)
+
+
 @pytest.mark.parametrize("expand", [False, True, 3.0])
 @pytest.mark.parametrize("format", [coat.E4M3, coat.E5M2])
 def test_stochastic_rounding_has_the_right_mean(rng, format, expand):
     x = jnp.asarray(rng.lognormal(0, 2, (6, 128)) * rng.choice([-1, 1], (6, 128)))
     x = x.astype(jnp.float32)
-    q = coat.quantize(x, format=format, expand=expand)
+    q = _quantized(x, format, expand)
 
     @jax.jit
     @jax.vmap
@@ -140,8 +146,9 @@ def test_stochastic_rounding_has_the_right_mean(rng, format, expand):
 
 def test_given_powers_are_stored_as_the_library_stores_its_own(rng):
     x = jnp.asarray(rng.lognormal(0, 2, (8, 128)), jnp.float32)
-    expected = coat.quantize(x, expand=True)
-    actual = schemes.quantize_by(x, expected.exponent, coat.E4M3)
+    expected = _quantized(x, coat.E4M3, True)
+    by_powers = jax.jit(schemes.quantize_by, static_argnums=2)
+    actual = by_powers(x, expected.exponent, coat.E4M3)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -199,9 +206,9 @@ def test_replays_are_those_of_the_library(rng, normalize):
     scheme = studies.DEFAULT if normalize else studies.COAT
     how = {"key": _KEY, "b1": 0.9, "b2": 0.99}
     replay = schemes.replay(scheme, actual.mu, actual.nu, gradients, **how)
-    sums = np.zeros((2, *actual.mu.shape))
+    sums, update_of = np.zeros((2, *actual.mu.shape)), jax.jit(tx.update)
     for step, (gradient, (mu, nu)) in enumerate(zip(gradients, exact, strict=True)):
-        update, state = tx.update(jnp.asarray(gradient), state)
+        update, state = update_of(jnp.asarray(gradient), state)
         both = [mu / np.sqrt(nu), np.asarray(update, np.float64)]
         sums += both
         for values, (a, b) in ((replay.update_error, both), (replay.sum_error, sums)):

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.gradients import value_and_vjp
 
 import coat_jax as coat
 from coat_jax.layers.recipes import RECIPES
@@ -28,8 +28,7 @@ def test_products_and_gradients_are_those_of_rounded_tensors(outputs):
     x = rng.normal(size=(3, 5, 16)).astype(np.float32)
     w = rng.normal(size=(*outputs, 16)).astype(np.float32)
     dy = 1e-4 * rng.normal(size=(3, 5, *outputs)).astype(np.float32)
-    y, back = jax.vjp(paper_flow.linear, x, w)
-    dx, dw = back(jnp.asarray(dy))
+    y, (dx, dw) = value_and_vjp(paper_flow.linear, dy, x, w)
     x8, w8 = (rounded(each, ml_dtypes.float8_e4m3fn) for each in (x, w))
     d8 = rounded(dy, ml_dtypes.float8_e5m2)
     np.testing.assert_allclose(y, np.tensordot(x8, w8, (-1, -1)), atol=1e-4)
@@ -41,9 +40,10 @@ def test_products_and_gradients_are_those_of_rounded_tensors(outputs):
 
 def test_dtypes_are_those_of_the_operands():
     x, w = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((2, 8), jnp.float32)
-    y, back = jax.vjp(paper_flow.linear, x, w)
+    dy = jnp.ones((4, 2), jnp.bfloat16)
+    y, gradients = value_and_vjp(paper_flow.linear, dy, x, w)
     assert y.dtype == jnp.bfloat16
-    assert [g.dtype for g in back(y)] == [jnp.bfloat16, jnp.float32]
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32]
 
 
 def test_it_is_a_recipe_while_the_context_lasts():

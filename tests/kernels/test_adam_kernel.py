@@ -219,7 +219,7 @@ def test_the_reference_is_the_librarys_quantization_around_optax(shape):
     """The fused step is the step of `with_quantized_state` around optax's Adam."""
     grads, stored, _ = random_state(shape, F32)
     tx = coat.with_quantized_state(optax.scale_by_adam(B1, B2, EPS))
-    state = tx.init(grads)
+    state = jax.jit(tx.init)(grads)
     inner = state.inner_state
     mu = dataclasses.replace(inner.mu, codes=stored.mu, scale=stored.mu_scale)
     nu = dataclasses.replace(
