@@ -46,6 +46,8 @@ STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
 def products(source, weights, other, *, norm, dtype, passes):
     """Multiplies activations [*batch, m, k] by each of the weights [*batch, k, n].
 
+    Weights are `Stored`, here and in the other functions.
+
     Args:
       source: The activations, a `Source`, or what the norm reads to compute them.
       weights: Pairs of a weight and its bias [n]; the bias may be None.
@@ -61,7 +63,7 @@ def products(source, weights, other, *, norm, dtype, passes):
     """
     source, weights, other = array_types.varying_alike((source, weights, other))
     product = partial(_products, norm=norm, dtype=dtype, passes=passes)
-    if weights[0][0].ndim > 2:
+    if len(weights[0][0].shape) > 2:
         product = partial(product, other=None)
         return _batched(product, source.x)(source, weights)
     return product(in_rows(source), weights, _as_rows(other, weights[0]))
@@ -142,8 +144,8 @@ def _forward(rows, weights, dtype, add=None):
     """
     ys, scales = [], []
     for w, bias in weights:
-        wq = quantize_tensor(w, E4M3, copies="transposed")
-        arrays = rows.codes, wq.transposed, rows.scale, wq.scale, add
+        wq = w.for_outputs()
+        arrays = rows.codes, wq.codes, rows.scale, wq.scale, add
         ys.append(matmul_codes(*arrays, bias=bias, dtype=dtype))
         scales.append(wq.scale)
     return ys, scales
@@ -159,8 +161,8 @@ def _backward(residuals, gradients, norm, add=None):
     # `after` delays codes until they are read, which are in memory until then.
     dx, last = None, gradients[-1].transposed
     for dy, w, w_scale in zip(gradients, weights, w_scales, strict=True):
-        wq = quantize_tensor(w, E4M3, copies="row", scale=w_scale, after=last)
-        dx = matmul_codes(dy.row, wq.row, dy.scale, w_scale, dx, dtype=dtype)
+        wq = w.for_inputs(w_scale, after=last)
+        dx = matmul_codes(dy.row, wq, dy.scale, w_scale, dx, dtype=dtype)
     if norm is None:
         x, _ = saved
         xq = quantize_tensor(x, E4M3, copies="transposed", scale=scale, after=last)
@@ -168,7 +170,7 @@ def _backward(residuals, gradients, norm, add=None):
     else:
         source, xq = source_gradient(saved, dx, scale, norm, add)
     dws = [
-        matmul_codes(xq, dy.transposed, scale, dy.scale, dtype=w.dtype)
+        w.gradient(Scaled(xq, scale), Scaled(dy.transposed, dy.scale))
         for dy, w in zip(gradients, weights, strict=True)
     ]
     return source, tuple(dws)
@@ -245,9 +247,9 @@ def _through(dy, w, w_scale, **options):
     """
     gradient = quantize_tensor(dy, E5M2, copies="both")
     after = gradient.transposed
-    wq = quantize_tensor(w, E4M3, copies="row", scale=w_scale, after=after)
+    wq = w.for_inputs(w_scale, after=after)
     scales = gradient.scale, w_scale
-    return gradient, matmul_codes(gradient.row, wq.row, *scales, **options)
+    return gradient, matmul_codes(gradient.row, wq, *scales, **options)
 
 
 @array_types.on_common_mesh
@@ -265,8 +267,8 @@ def _gated_bwd(norm, activation, inner, dtype, adds, residuals, dy):
     else:
         wide, a = _gate_gradient_of_arrays(saved, da, activation, a_scale)
         pair = [quantize_tensor(dx, E5M2, copies="both") for dx in wide]
-    d_down = matmul_codes(
-        a, gradient.transposed, a_scale, gradient.scale, dtype=down.dtype
+    d_down = down.gradient(
+        Scaled(a, a_scale), Scaled(gradient.transposed, gradient.scale)
     )
     source, (d_gate, d_up) = _backward(outer, pair, norm, dy if adds else None)
     return source, d_gate, d_up, (d_down, _bias_gradient(like, dy))
@@ -334,7 +336,7 @@ def _activated_bwd(activation, dtype, residuals, dy):
         (dx,), a = out.values, out.product
     else:
         (dx,), a = _gate_gradient_of_arrays((saved,), da, activation, a_scale)
-    dw = matmul_codes(a, gradient.transposed, a_scale, gradient.scale, dtype=w.dtype)
+    dw = w.gradient(Scaled(a, a_scale), Scaled(gradient.transposed, gradient.scale))
     return (
         dx.astype(like.dtype),
         (dw, _bias_gradient(of_bias, dy)),

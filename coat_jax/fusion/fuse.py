@@ -19,6 +19,7 @@ from jax.extend import core
 from coat_jax.fp8.dot_general import is_fp8
 from coat_jax.fp8.fused import activated_product, gated_products, products
 from coat_jax.fp8.prologue import Prologue, Saves, Source
+from coat_jax.fp8.stored import Stored
 from coat_jax.fusion.experts import fuse_experts
 from coat_jax.fusion.halves import halves_of, split
 from coat_jax.fusion.operation import fused, traced
@@ -56,6 +57,7 @@ class FusedMatmul:
 
     Attributes:
       calls: The matmuls, or the last one of a gated MLP.
+      stored: The weights, in the order of axes in which the program stores them.
       pair: The matmuls of gate and up before it, or ().
       norm: The norm that the first matmuls read, if a kernel computes it.
       gate: The activation or gate that `calls` read, if a kernel computes it.
@@ -66,6 +68,7 @@ class FusedMatmul:
     """
 
     calls: Sequence[core.JaxprEqn]
+    stored: Mapping[core.Var, Stored]
     pair: Sequence[core.JaxprEqn] = ()
     norm: NormMatch | None = None
     gate: Gate | None = None
@@ -83,10 +86,12 @@ class FusedMatmul:
         return Source((*self.pair, *self.calls)[0].invars[0])
 
     @property
-    def weights(self) -> list[tuple[core.Var, core.Var | None]]:
+    def weights(self) -> list[tuple[Stored, core.Var | None]]:
         """The weight of each matmul of `calls` with its bias."""
         pairs = zip(self.calls, self.biases, strict=True)
-        return [(call.invars[1], bias and bias.other) for call, bias in pairs]
+        return [
+            (self.stored[call.invars[1]], bias and bias.other) for call, bias in pairs
+        ]
 
     @property
     def results(self) -> list[core.Var]:
@@ -140,7 +145,7 @@ class FusedMatmul:
             return partial(activated_product, **options), (self.source.x, down, total)
         options |= {"norm": norm, "adds": self.total is not None}
         options["inner"] = self.pair[0].params["dtype"]
-        weights = {call.outvars[0]: call.invars[1] for call in self.pair}
+        weights = {call.outvars[0]: self.stored[call.invars[1]] for call in self.pair}
         gate, up = (weights[v] for v in self.gate.operands)
         return partial(gated_products, **options), (self.source, gate, up, down)
 
@@ -199,9 +204,9 @@ def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Ja
         replaced |= dict.fromkeys(map(id, removed), ())
     replaced |= {id(node.calls[0]): node.traced(saves) for node in nodes}
     # Weights are computed before the first matmul of their array.
-    weights = (v for node in nodes for pair in node.weights for v in pair)
-    pairs = (eqn.invars[1] for node in nodes for eqn in node.pair)
-    early = graph.needed_for(variables((*weights, *pairs)))
+    weights = (stored.array for node in nodes for stored in node.stored.values())
+    biases = (bias for node in nodes for _, bias in node.weights)
+    early = graph.needed_for(variables((*weights, *biases)))
     eqns = [eqn for eqn in program.eqns if id(eqn) in early]
     for eqn in program.eqns:
         if id(eqn) not in early:
@@ -252,6 +257,9 @@ def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
         first = groups[pair] if pair else calls
         node = FusedMatmul(
             calls=calls,
+            stored={
+                eqn.invars[1]: _stored(eqn.invars[1], graph) for eqn in (*first, *calls)
+            },
             pair=first if pair else (),
             norm=_norm(pair or key, first, graph, fixed),
             gate=gate or _activation(key, calls, graph),
@@ -260,6 +268,18 @@ def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
         node.total = _total(node, graph)
         nodes.append(node)
     return nodes
+
+
+def _stored(weight: core.Var, graph: Graph) -> Stored:
+    """Returns a weight as the program stores it: transposed, if it transposes it."""
+    maker = graph.makers.get(weight)
+    is_transposed = (
+        maker is not None
+        and maker.primitive.name == "transpose"
+        and maker.params["permutation"] == (1, 0)
+        and isinstance(maker.invars[0], core.Var)
+    )
+    return Stored(maker.invars[0] if is_transposed else weight, is_transposed)
 
 
 def _gates(graph: Graph, groups: Groups) -> Iterator[tuple[Any, tuple[Any, Gate]]]:

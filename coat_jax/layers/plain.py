@@ -39,6 +39,7 @@ class PlainRecipe(Recipe):
 
     Attributes:
       linear: The matmul (x, w) -> x @ w.T.
+      stacked: Whether one matmul computes the gate and the array that it multiplies.
       product: The matmul of rows and the weights of experts; None if there is none.
       pointwise: The wrapper of norms, gates and RoPE.
       segment: The wrapper of the functions (parameters, x) before and after attention.
@@ -48,6 +49,7 @@ class PlainRecipe(Recipe):
     """
 
     linear: Callable[[Array, Array], Array]
+    stacked: bool = True
     product: Product | None = None
     pointwise: Wrapper = identity
     segment: Wrapper = identity
@@ -142,14 +144,20 @@ class PlainRecipe(Recipe):
 
         def segment(params, x):
             h = x if norm is None else self.norm(norm)(params["norm"], x)
-            y = matmul.once(self.linear(h, params["gate_up"]))
-            a = self.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
+            a = self.pointwise(GATES[gate])(*self._gate_and_up(h, params["gate_up"]))
             y = self.linear(a, params["down"])
             if out_norm is not None:
                 y = self.norm(out_norm)(params["out_norm"], y)
             return x + y
 
         return self.segment(segment)(params, x)
+
+    def _gate_and_up(self, h: Array, weights: Array) -> tuple[Array, Array]:
+        if self.stacked:
+            y = matmul.once(self.linear(h, weights))
+            return y[..., 0, :], y[..., 1, :]
+        gate, up = (matmul.once(self.linear(h, w)) for w in weights)
+        return gate, up
 
     @property
     def has_experts(self) -> bool:

@@ -190,12 +190,14 @@ def _again(segment: Callable) -> Callable:
 _COMPOSED: dict[RecipeName, Recipe] = {
     "coat": PlainRecipe(
         linear=_fp8_linear,
+        stacked=False,
         segment=fp8_remat,
         projection=_again,
         optimizer=fp8_adamw,
     ),
     "coat_max": PlainRecipe(
         linear=_fp8_linear,
+        stacked=False,
         segment=fp8_remat,
         attention=partial(fp8_remat, rerun_attention=True),
         optimizer=fp8_adamw,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.attention import interpreted, oracle
 
+import coat_jax as coat
 import pallas_kernels as pk
 from coat_jax.layers.attention import Scores, causal_attention
 from pallas_kernels.dispatch import devices
@@ -227,3 +228,29 @@ def test_what_kernels_do_not_take_is_said():
     q, k, v = (x.astype(jnp.float32) for x in Case().arrays()[:3])
     with pytest.raises(ValueError, match="queries must be bfloat16, got float32"):
         pk.attention(q, k, v, implementation="mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rerun", "bound"), [(False, 0.06), (True, 0.1)])
+def test_gradients_under_fp8_remat_on_a_gpu(rerun, bound):
+    """The log-sum-exp and what is read with it are exact, or all computed again."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    weights = [jax.random.normal(key, (512, 512), BF16) / 24 for key in keys[:4]]
+    x = jax.random.normal(keys[4], (2, 1024, 512), BF16)
+    ids = jnp.repeat(jnp.arange(4), 256)[None].repeat(2, 0)
+
+    def layer(weights, x):
+        q, k, v = ((x @ w).reshape(2, 1024, 4, 128) for w in weights[:3])
+        o = coat.attention(q, k, v, softcap=30.0, segment_ids=ids)
+        return x + o.reshape(x.shape) @ weights[3]
+
+    def gradients(fn):
+        def loss(weights, x):
+            return jnp.sum(jnp.sin(fn(weights, x).astype(jnp.float32)))
+
+        return jax.jit(jax.grad(loss))(weights, x)
+
+    actual = gradients(coat.fp8_remat(layer, rerun_attention=rerun))
+    for a, b in zip(actual, gradients(layer), strict=True):
+        a, b = (np.asarray(g, np.float64) for g in (a, b))
+        assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)

@@ -1,0 +1,54 @@
+"""Weights of FP8 matmuls, in the order of axes in which a program stores them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from coat_jax.fp8.matmul import matmul_codes, quantize_tensor
+from coat_jax.quantization.formats import E4M3
+from pallas_kernels import Scaled
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A weight w [*batch, k, n] of `x @ w`, perhaps stored as its transpose [n, k].
+
+    No array is transposed: codes and gradients are computed in the order of storage.
+
+    Attributes:
+      array: The weight, or its transpose.
+      is_transposed: Whether it is the transpose.
+    """
+
+    array: Any
+    is_transposed: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of w."""
+        *batch, first, second = self.array.shape
+        axes = (second, first) if self.is_transposed else (first, second)
+        return (*batch, *axes)
+
+    def for_outputs(self) -> Scaled:
+        """Returns E4M3 codes [n, k] and their scale, which forward reads."""
+        copies = "row" if self.is_transposed else "transposed"
+        codes = quantize_tensor(self.array, E4M3, copies=copies)
+        return Scaled(getattr(codes, copies), codes.scale)
+
+    def for_inputs(self, scale: Float[Array, ""], after: Array | None) -> Array:
+        """Returns E4M3 codes [k, n], which backward reads; see `quantize_tensor`."""
+        copies = "transposed" if self.is_transposed else "row"
+        options = {"scale": scale, "after": after}
+        codes = quantize_tensor(self.array, E4M3, copies=copies, **options)
+        return getattr(codes, copies)
+
+    def gradient(self, x: Scaled, dy: Scaled) -> "Stored":
+        """Returns the gradient, from codes x [k, tokens] and dy [n, tokens]."""
+        first, second = (dy, x) if self.is_transposed else (x, dy)
+        codes, scales = (first.codes, second.codes), (first.scale, second.scale)
+        product = matmul_codes(*codes, *scales, dtype=self.array.dtype)
+        return Stored(product, self.is_transposed)
