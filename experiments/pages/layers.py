@@ -12,11 +12,17 @@ from experiments.pages.speed import time_of
 
 _VERSIONS = (OLDEST_JAX, NEWEST_JAX)
 _MS = "forward_backward_ms"
-# The results files of layers of Hugging Face's models, by the layer's name.
+# The results files of layers of Hugging Face's models and the names of their layers, by
+# title.
 _MODELS = {
-    "Qwen3-8B's": "layer_qwen3",
-    "as Gemma 2's, heads of 128": "layer_gemma2",
-    "as Gemma 2's, heads of 256": "layer_gemma2_head_256",
+    "Qwen3-8B's": ("layer_qwen3", "qwen"),
+    "as Gemma 2's, heads of 128": ("layer_gemma2", "gemma 2"),
+    "the same with `coat.attention`": ("layer_gemma2", "gemma 2, coat.attention"),
+    "as Gemma 2's, heads of 256": ("layer_gemma2_head_256", "gemma 2"),
+    "the same with `coat.attention`, heads of 256": (
+        "layer_gemma2_head_256",
+        "gemma 2, coat.attention",
+    ),
 }
 # The cases of these layers, by title.
 _OF_MODELS = {
@@ -165,12 +171,12 @@ def _attention_ms(case: tuple[Any, list[dict[str, Any]]], of: str) -> float | No
 
 def of_models() -> str:
     """Returns the part of docs/pages/models-hf.md on the speed of layers."""
-    files = [load("hf", file) for file in _MODELS.values()]
     named = {
-        name: {row["case"]: row for row in results["rows"]}
-        for name, results in zip(_MODELS, files, strict=True)
+        title: by_column(load("hf", file)["rows"], "layer", "case")[layer]
+        for title, (file, layer) in _MODELS.items()
     }
-    size, results = files[0]["rows"][0], files[0]
+    results = load("hf", "layer_qwen3")
+    size = results["rows"][0]
     columns = [Column("Layer", lambda layer: layer[0])]
     for title, case in _OF_MODELS.items():
         columns.append(Column(title, functools.partial(_foreign_cell, case=case)))
