@@ -180,6 +180,7 @@ def _fp8_linear(x: Array, w: Array) -> Array:
 
 
 def _again(segment: Callable) -> Callable:
+    """Wraps a segment: backward runs it again, and saves nothing wide in between."""
     return jax.checkpoint(fp8_remat(segment))
 
 

@@ -115,9 +115,7 @@ class _Results(NamedTuple):
     def of_kernels(self) -> dict[core.Var, core.JaxprEqn]:
         """Returns the float32 residuals that are results of kernels, with these."""
         makers = {v: self.maker(v) for v in self.places if v.aval.dtype == jnp.float32}
-        return {
-            v: eqn for v, eqn in makers.items() if eqn and is_foreign(eqn.primitive)
-        }
+        return {v: eqn for v, eqn in makers.items() if eqn and _is_one(eqn)}
 
     def maker(self, var: core.Var) -> core.JaxprEqn | None:
         """Returns the operation that computed an array, before others moved it.
