@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax import fp8_dot_general, fp8_remat
 from coat_jax.fusion import fuse
+from pallas_kernels.dispatch import operations
 
 TOKENS, K, F = 96, 48, 64
 BF16 = jnp.bfloat16
@@ -214,7 +215,9 @@ NEAR_MISSES = {
     ),
     "no parameter": lambda x, w: jnp.split(linear(x, w * (1 + x[0, 0])), 2, axis=-1),
     "no FP8": lambda x, w: jnp.split(x @ w, 2, axis=-1),
-    "float16": lambda x, w: jnp.split(linear(x.astype(jnp.float16), w), 2, axis=-1),
+    "float16": lambda x, w: jnp.split(
+        linear(*(a.astype(jnp.float16) for a in (x, w))), 2, axis=-1
+    ),
 }
 PRODUCTS = {
     "another activation": lambda gate, up: nn.relu(gate) * up,
@@ -240,12 +243,24 @@ RETURNED = {
 }
 
 
-def assert_not_split(fn, weights, x, monkeypatch):
-    actual = str(jax.make_jaxpr(fp8_remat(fn))(weights, x))
+def with_and_without(fn, weights, x, monkeypatch):
+    """Returns the programs with this rewrite and without it."""
+
+    def program():
+        with operations.traced_anew():
+            return str(jax.make_jaxpr(fp8_remat(fn))(weights, x))
+
+    actual = program()
     with monkeypatch.context() as patch:
         patch.setattr(fuse, "_with_halves", lambda program, params: program)
-        expected = str(jax.make_jaxpr(fp8_remat(fn))(weights, x))
-    assert actual == expected
+        return actual, program()
+
+
+@pytest.mark.internals
+def test_programs_with_halves_differ(monkeypatch):
+    weights, x, _ = arguments()
+    actual, expected = with_and_without(mlp(WAYS["split"]), weights, x, monkeypatch)
+    assert actual != expected
 
 
 @pytest.mark.internals
@@ -257,14 +272,17 @@ def test_other_parts_are_left_alone(name, monkeypatch):
         return linear(h, jnp.tile(down, (2, 1))[: h.shape[-1]])
 
     weights, x, _ = arguments()
-    assert_not_split(fn, weights, x, monkeypatch)
+    actual, expected = with_and_without(fn, weights, x, monkeypatch)
+    assert actual == expected
 
 
 @pytest.mark.internals
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_other_products_of_halves_are_left_alone(name, monkeypatch):
     weights, x, _ = arguments()
-    assert_not_split(mlp(WAYS["split"], PRODUCTS[name]), weights, x, monkeypatch)
+    fn = mlp(WAYS["split"], PRODUCTS[name])
+    actual, expected = with_and_without(fn, weights, x, monkeypatch)
+    assert actual == expected
 
 
 @pytest.mark.internals
@@ -274,4 +292,5 @@ def test_halves_that_others_read_are_left_alone(name, monkeypatch):
         return RETURNED[name](x, *(w.astype(BF16) for w in weights))
 
     weights, x, _ = arguments()
-    assert_not_split(fn, weights, x, monkeypatch)
+    actual, expected = with_and_without(fn, weights, x, monkeypatch)
+    assert actual == expected
