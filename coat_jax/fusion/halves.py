@@ -106,7 +106,7 @@ def _is_squeeze(eqn: core.JaxprEqn | core.Jaxpr) -> bool:
 def _cuts(eqn: core.JaxprEqn) -> Iterator[tuple[int, int, int, core.Var]]:
     """Yields axis, start, size and result of each cut along a single axis."""
     shape = eqn.invars[0].aval.shape
-    if eqn.primitive.name == "unstack":  # Of `jnp.unstack`, since jax 0.12.
+    if eqn.primitive.name == "unstack":  # `jnp.unstack` has it since jax 0.12.
         for start, result in enumerate(eqn.outvars):
             yield eqn.params["axis"], start, 1, result
     if eqn.primitive.name == "split":

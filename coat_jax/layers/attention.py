@@ -40,7 +40,7 @@ class Scores:
         if self.window is not None:
             try:
                 operator.index(self.window)
-            except TypeError as error:  # Also of a number that is traced.
+            except TypeError as error:  # A traced number raises it, too.
                 raise ValueError(
                     f"window must be a whole number, got {self.window!r}"
                 ) from error

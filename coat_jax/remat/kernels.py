@@ -54,7 +54,7 @@ def kernel_statistics(traced: Linearized, program: core.Jaxpr) -> set[core.Var]:
       program: The forward program, with its calls inlined.
     """
     results = _Results.of(traced, program)
-    few = {v for v, made in results.in_float32().items() if made.is_statistic}
+    few = {v for v, origin in results.in_float32().items() if origin.is_statistic}
     read = frozenset().union(*_read_by_kernels(traced)) if few else frozenset()
     return {var for var in few if results.places[var] in read}
 
@@ -100,7 +100,7 @@ def _is_for_matmuls(traced: Linearized, index: int) -> bool:
     return all(map(is_matmul, traced.readers(index)))
 
 
-class _Made(NamedTuple):
+class _Origin(NamedTuple):
     """A result of a kernel, from which an array follows.
 
     Attributes:
@@ -113,7 +113,7 @@ class _Made(NamedTuple):
 
     @property
     def is_statistic(self) -> bool:
-        """Whether the result is a statistic, by its dtype and size."""
+        """True if the result is a statistic, by its dtype and size."""
         return self.result.aval.dtype == jnp.float32 and self.are_few(self.result)
 
     def are_few(self, var: core.Var) -> bool:
@@ -127,12 +127,12 @@ class _Results(NamedTuple):
     Attributes:
       places: The residuals, with their indices.
       makers: The operations, by their results.
-      made: The arrays that follow from results of kernels.
+      origins: The arrays that follow from results of kernels.
     """
 
     places: dict[core.Var, int]
     makers: dict[core.Var, core.JaxprEqn]
-    made: dict[core.Var, _Made]
+    origins: dict[core.Var, _Origin]
 
     @classmethod
     def of(cls, traced: Linearized, program: core.Jaxpr) -> "_Results":
@@ -140,17 +140,17 @@ class _Results(NamedTuple):
         return cls(
             {v: i for i, v in enumerate(residuals) if isinstance(v, core.Var)},
             {var: eqn for eqn in program.eqns for var in eqn.outvars},
-            _made_by_kernels(program, {}),
+            _from_kernels(program, {}),
         )
 
-    def of_residuals(self) -> dict[core.Var, _Made]:
+    def of_residuals(self) -> dict[core.Var, _Origin]:
         """Returns the residuals that follow from results of kernels."""
-        return {v: self.made[v] for v in self.places if v in self.made}
+        return {v: self.origins[v] for v in self.places if v in self.origins}
 
-    def in_float32(self) -> dict[core.Var, _Made]:
+    def in_float32(self) -> dict[core.Var, _Origin]:
         """Returns the residuals that follow from float32 results of kernels."""
-        made = self.of_residuals()
-        return {v: m for v, m in made.items() if m.result.aval.dtype == jnp.float32}
+        origins = self.of_residuals()
+        return {v: m for v, m in origins.items() if m.result.aval.dtype == jnp.float32}
 
     def sources(self, kernel: core.JaxprEqn) -> set[core.Var]:
         """Returns the nearest residuals from which a kernel's operands follow."""
@@ -165,9 +165,9 @@ class _Results(NamedTuple):
         return nearest
 
 
-def _made_by_kernels(
-    program: core.Jaxpr, made: dict[core.Var, _Made]
-) -> dict[core.Var, _Made]:
+def _from_kernels(
+    program: core.Jaxpr, origins: dict[core.Var, _Origin]
+) -> dict[core.Var, _Origin]:
     """Returns the arrays of a program that follow from results of kernels.
 
     They are these results, moved or converted, and what is computed from statistics
@@ -176,19 +176,19 @@ def _made_by_kernels(
 
     Args:
       program: The program.
-      made: Those of its inputs that follow from results of kernels outside.
+      origins: The inputs that follow from results of kernels outside.
     """
     for eqn in program.eqns:
         operands = [
-            made.get(v) if isinstance(v, core.Var) else None for v in eqn.invars
+            origins.get(v) if isinstance(v, core.Var) else None for v in eqn.invars
         ]
-        sources: list[_Made | None] = [None] * len(eqn.outvars)
+        sources: list[_Origin | None] = [None] * len(eqn.outvars)
         if _is_one(eqn):
-            sources = [_Made(eqn, var) for var in eqn.outvars]
+            sources = [_Origin(eqn, var) for var in eqn.outvars]
         elif bodies := bodies_of(eqn):
             # Other branches of a cond have zeros in a residual's place.
             for body in bodies:
-                of_body = _made_by_kernels(body, _inner(eqn, body, made))
+                of_body = _from_kernels(body, _inner(eqn, body, origins))
                 if len(body.outvars) == len(eqn.outvars):
                     inner = [_at(v, of_body) for v in body.outvars]
                     sources = [a or b for a, b in zip(sources, inner, strict=True)]
@@ -201,8 +201,8 @@ def _made_by_kernels(
             few = [[m for m in known if m.are_few(v)] for v in eqn.outvars]
             sources = [m[0] if m else None for m in few]
         pairs = zip(eqn.outvars, sources, strict=True)
-        made |= {var: source for var, source in pairs if source}
-    return made
+        origins |= {var: source for var, source in pairs if source}
+    return origins
 
 
 def _is_one(eqn: core.JaxprEqn) -> bool:
