@@ -60,11 +60,11 @@ def halves_of(matmul: core.JaxprEqn, graph: Graph) -> Halves | None:
     halves: dict[int, core.Var] = {}
     for reader in graph.readers[whole]:
         cuts = [] if reader is graph.program else list(_cuts(reader))
-        for axis, start, result in cuts:
+        for axis, start, size, result in cuts:
             # The columns begin at this axis.
             if math.prod(shape[:axis]) != rows or 2 * start not in (0, shape[axis]):
                 return None
-            if 2 * result.aval.shape[axis] != shape[axis] or start in halves:
+            if 2 * size != shape[axis] or start in halves:
                 return None
             halves[start] = result
         if not cuts:
@@ -103,13 +103,16 @@ def _is_squeeze(eqn: core.JaxprEqn | core.Jaxpr) -> bool:
     return not isinstance(eqn, core.Jaxpr) and eqn.primitive.name == "squeeze"
 
 
-def _cuts(eqn: core.JaxprEqn) -> Iterator[tuple[int, int, core.Var]]:
-    """Yields the axis, the start and the result of each cut along a single axis."""
+def _cuts(eqn: core.JaxprEqn) -> Iterator[tuple[int, int, int, core.Var]]:
+    """Yields axis, start, size and result of each cut along a single axis."""
     shape = eqn.invars[0].aval.shape
+    if eqn.primitive.name == "unstack":  # `jnp.unstack` has it since jax 0.12.
+        for start, result in enumerate(eqn.outvars):
+            yield eqn.params["axis"], start, 1, result
     if eqn.primitive.name == "split":
         start, axis = 0, eqn.params["axis"]
         for size, result in zip(eqn.params["sizes"], eqn.outvars, strict=True):
-            yield axis, start, result
+            yield axis, start, size, result
             start += size
     if eqn.primitive.name == "slice" and not any(
         stride > 1 for stride in eqn.params["strides"] or ()
@@ -117,4 +120,6 @@ def _cuts(eqn: core.JaxprEqn) -> Iterator[tuple[int, int, core.Var]]:
         sizes = eqn.outvars[0].aval.shape
         axes = [axis for axis, size in enumerate(sizes) if size != shape[axis]]
         if len(axes) == 1:
-            yield axes[0], eqn.params["start_indices"][axes[0]], eqn.outvars[0]
+            (axis,) = axes
+            start = eqn.params["start_indices"][axis]
+            yield axis, start, sizes[axis], eqn.outvars[0]

@@ -29,7 +29,7 @@ class Scores:
         included; None means all.
 
     Raises:
-      ValueError: If a number is not positive.
+      ValueError: If a number is not positive, or the window not whole.
     """
 
     scale: float | None = None
@@ -37,6 +37,13 @@ class Scores:
     window: int | None = None
 
     def __post_init__(self) -> None:
+        if self.window is not None:
+            try:
+                operator.index(self.window)
+            except TypeError as error:  # A traced number raises it, too.
+                raise ValueError(
+                    f"window must be a whole number, got {self.window!r}"
+                ) from error
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None and not 0 < value < float("inf"):
@@ -81,8 +88,9 @@ def attention(
         their own one; None means that a sequence is one document.
 
     Raises:
-      ValueError: If shapes do not match, a number is not positive, or `window` is given
-        and `causal` is not.
+      ValueError: If shapes do not match, queries, keys and values do not have one
+        floating dtype, segment ids are no integers, a number is not positive, the
+        window is not whole, or `window` is given and `causal` is not.
 
     Examples:
       >>> import coat_jax as coat
@@ -93,6 +101,10 @@ def attention(
       (1, 3, 4, 8)
     """
     check_heads(q, k, v, segment_ids)
+    dtypes = q.dtype, k.dtype, v.dtype
+    if len({*dtypes}) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
+        names = ", ".join(map(str, dtypes))
+        raise ValueError(f"heads must have one floating dtype, got {names}")
     if window is not None and not causal:
         raise ValueError(f"a window needs causal=True, got window={window}")
     scores = Scores(scale=scale, softcap=softcap, window=window)
@@ -261,7 +273,7 @@ def _masked_attention(q, k, v, mask, scores):
         )
     b, s, n, d = q.shape
     scale = d**-0.5 if scores.scale is None else scores.scale
-    groups = q.reshape(b, s, k.shape[2], -1, d)
+    groups = q.reshape(b, s, k.shape[2], n // k.shape[2], d)
     wide = jnp.einsum(
         "bskgd,btkd->bkgst", groups, k, preferred_element_type=jnp.float32
     )

@@ -128,7 +128,9 @@ def fp8_remat[Target](
       rerun_attention: True saves FP8 copies of queries, keys and values, and flash
         attention runs again on them in the backward pass. By default they, its output
         and its statistics are saved as they are, in two to four times the bytes.
-        Attention of plain JAX, which saves no statistics, does not change.
+        Attention of plain JAX, which saves no statistics, does not change. Attention
+        in a loop, a branch or a `shard_map` of the function is saved as it is: call
+        `fp8_remat` on the loop's body.
 
     Returns:
       An object of the same kind as `target`, with the same signature.

@@ -18,6 +18,7 @@ from coat_jax.programs.primitives import (
     bodies_of,
     is_foreign,
     is_layout,
+    is_matmul,
     size_of,
     variables,
 )
@@ -29,10 +30,11 @@ class Kernel(NamedTuple):
     """The residuals around a kernel that has a statistic of its operands.
 
     Attributes:
-      results: The residuals that are results of the kernel.
+      results: The residuals that follow from results of the kernel.
       operands: The residuals from which backward reads or computes its operands.
       is_nested: Whether the kernel is in a loop or another part of the program. Then
-        the operands are all residuals that backward reads with the statistic.
+        the operands are all residuals that backward reads with the statistic, and
+        results that only matmuls read are left out.
     """
 
     results: frozenset[core.Var]
@@ -44,23 +46,17 @@ def kernel_statistics(traced: Linearized, program: core.Jaxpr) -> set[core.Var]:
     """Returns the residuals that are statistics of a kernel's operands.
 
     A statistic is a float32 result of a kernel, with far fewer elements than an
-    operand, which a kernel of backward reads. Backward may move, scale or select its
-    numbers first.
+    operand, which a kernel of backward reads. The program may move its numbers and
+    compute others from them, and so may backward.
 
     Args:
       traced: The function, with its backward program.
       program: The forward program, with its calls inlined.
     """
     results = _Results.of(traced, program)
-    small = {
-        var
-        for var, kernel in results.of_kernels().items()
-        if size_of(var.aval) * MIN_STATISTIC <= _largest(kernel)
-    }
-    if not small:
-        return small
-    read = frozenset().union(*_read_by_kernels(traced))
-    return {var for var in small if results.places[var] in read}
+    few = {v for v, origin in results.in_float32().items() if origin.is_statistic}
+    read = frozenset().union(*_read_by_kernels(traced)) if few else frozenset()
+    return {var for var in few if results.places[var] in read}
 
 
 def kernels_with_statistics(
@@ -79,9 +75,9 @@ def kernels_with_statistics(
     """
     results = _Results.of(traced, program)
     places = results.places
-    statistics = {v: k for v, k in results.of_kernels().items() if v not in copied}
+    statistics = {v: m for v, m in results.in_float32().items() if v not in copied}
     read_together = _read_by_kernels(traced) if statistics else []
-    for statistic, kernel in statistics.items():
+    for statistic, (kernel, _) in statistics.items():
         read = frozenset().union(
             *(read for read in read_together if places[statistic] in read)
         )
@@ -89,8 +85,40 @@ def kernels_with_statistics(
         sources = places if is_nested else results.sources(kernel)
         operands = frozenset(v for v in sources if v in copied and places[v] in read)
         if operands:
-            of_kernel = frozenset(v for v in places if results.maker(v) is kernel)
+            of_kernel = frozenset(
+                v for v, m in results.of_residuals().items() if m.kernel is kernel
+            )
+            if is_nested:
+                # A loop saves the output again in the shape that a projection reads.
+                of_kernel -= {
+                    v for v in of_kernel if _is_for_matmuls(traced, places[v])
+                }
             yield Kernel(of_kernel, operands, is_nested)
+
+
+def _is_for_matmuls(traced: Linearized, index: int) -> bool:
+    return all(map(is_matmul, traced.readers(index)))
+
+
+class _Origin(NamedTuple):
+    """A result of a kernel, from which an array follows.
+
+    Attributes:
+      kernel: The kernel, in a loop or another part of the program if it is there.
+      result: The kernel's result.
+    """
+
+    kernel: core.JaxprEqn
+    result: core.Var
+
+    @property
+    def is_statistic(self) -> bool:
+        """True if the result is a statistic, by its dtype and size."""
+        return self.result.aval.dtype == jnp.float32 and self.are_few(self.result)
+
+    def are_few(self, var: core.Var) -> bool:
+        """Returns whether a variable next to the kernel is as small as statistics."""
+        return size_of(var.aval) * MIN_STATISTIC <= _largest(self.kernel)
 
 
 class _Results(NamedTuple):
@@ -99,10 +127,12 @@ class _Results(NamedTuple):
     Attributes:
       places: The residuals, with their indices.
       makers: The operations, by their results.
+      origins: The arrays that follow from results of kernels.
     """
 
     places: dict[core.Var, int]
     makers: dict[core.Var, core.JaxprEqn]
+    origins: dict[core.Var, _Origin]
 
     @classmethod
     def of(cls, traced: Linearized, program: core.Jaxpr) -> "_Results":
@@ -110,19 +140,17 @@ class _Results(NamedTuple):
         return cls(
             {v: i for i, v in enumerate(residuals) if isinstance(v, core.Var)},
             {var: eqn for eqn in program.eqns for var in eqn.outvars},
+            _from_kernels(program, {}),
         )
 
-    def of_kernels(self) -> dict[core.Var, core.JaxprEqn]:
-        """Returns the float32 residuals that are results of kernels, with these."""
-        makers = {v: self.maker(v) for v in self.places if v.aval.dtype == jnp.float32}
-        return {v: eqn for v, eqn in makers.items() if eqn and _is_one(eqn)}
+    def of_residuals(self) -> dict[core.Var, _Origin]:
+        """Returns the residuals that follow from results of kernels."""
+        return {v: self.origins[v] for v in self.places if v in self.origins}
 
-    def maker(self, var: core.Var) -> core.JaxprEqn | None:
-        """Returns the operation that computed an array, before others moved it.
-
-        For arrays that a loop stacks, it is the operation in the loop.
-        """
-        return _maker(self.makers, var)
+    def in_float32(self) -> dict[core.Var, _Origin]:
+        """Returns the residuals that follow from float32 results of kernels."""
+        origins = self.of_residuals()
+        return {v: m for v, m in origins.items() if m.result.aval.dtype == jnp.float32}
 
     def sources(self, kernel: core.JaxprEqn) -> set[core.Var]:
         """Returns the nearest residuals from which a kernel's operands follow."""
@@ -137,22 +165,44 @@ class _Results(NamedTuple):
         return nearest
 
 
-def _maker(makers: Mapping[core.Var, core.JaxprEqn], var: core.Var) -> Any:
-    eqn = makers.get(var)
-    if eqn is None or _is_one(eqn):
-        return eqn
-    if is_layout(eqn):
-        operand = eqn.invars[0]
-        return eqn if isinstance(operand, core.Literal) else _maker(makers, operand)
-    for body in bodies_of(eqn):
-        # Other branches of a cond have zeros in a residual's place.
-        inner = body.outvars[eqn.outvars.index(var)]
-        if len(body.outvars) == len(eqn.outvars) and isinstance(inner, core.Var):
-            of_body = {v: each for each in body.eqns for v in each.outvars}
-            maker = _maker(of_body, inner)
-            if maker and _is_one(maker):
-                return maker
-    return eqn
+def _from_kernels(
+    program: core.Jaxpr, origins: dict[core.Var, _Origin]
+) -> dict[core.Var, _Origin]:
+    """Returns the arrays of a program that follow from results of kernels.
+
+    They are these results, moved or converted, and what is computed from statistics
+    among them in their size. For arrays that a loop stacks, the size is that in the
+    loop.
+
+    Args:
+      program: The program.
+      origins: The inputs that follow from results of kernels outside.
+    """
+    for eqn in program.eqns:
+        operands = [
+            origins.get(v) if isinstance(v, core.Var) else None for v in eqn.invars
+        ]
+        sources: list[_Origin | None] = [None] * len(eqn.outvars)
+        if _is_one(eqn):
+            sources = [_Origin(eqn, var) for var in eqn.outvars]
+        elif bodies := bodies_of(eqn):
+            # Other branches of a cond have zeros in a residual's place.
+            for body in bodies:
+                of_body = _from_kernels(body, _inner(eqn, body, origins))
+                if len(body.outvars) == len(eqn.outvars):
+                    inner = [_at(v, of_body) for v in body.outvars]
+                    sources = [a or b for a, b in zip(sources, inner, strict=True)]
+        elif eqn.primitive.name == "optimization_barrier":
+            sources = operands
+        elif is_layout(eqn):
+            sources = operands[:1] * len(eqn.outvars)
+        else:
+            known = [m for m in operands if m and m.is_statistic]
+            few = [[m for m in known if m.are_few(v)] for v in eqn.outvars]
+            sources = [m[0] if m else None for m in few]
+        pairs = zip(eqn.outvars, sources, strict=True)
+        origins |= {var: source for var, source in pairs if source}
+    return origins
 
 
 def _is_one(eqn: core.JaxprEqn) -> bool:
@@ -162,6 +212,25 @@ def _is_one(eqn: core.JaxprEqn) -> bool:
 
 def _largest(kernel: core.JaxprEqn) -> int:
     return max((size_of(v.aval) for v in kernel.invars), default=0)
+
+
+def _inner(
+    eqn: core.JaxprEqn, body: core.Jaxpr, outer: Mapping[core.Var, Any]
+) -> dict[core.Var, Any]:
+    """Returns what is known of the inputs of a program inside an operation.
+
+    `outer` has what is known of the operation's operands.
+    """
+    # Branches of a cond do not take its index, nor the body of a loop the constants of
+    # its condition. Conditions run no kernels.
+    operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
+    pairs = zip(body.invars, operands, strict=True)
+    return {var: outer[v] for var, v in pairs if _at(v, outer) is not None}
+
+
+def _at(operand: Any, known: Mapping[core.Var, Any]) -> Any:
+    """Returns what is known of an operand, or None; literals are not hashable."""
+    return known.get(operand) if isinstance(operand, core.Var) else None
 
 
 def _read_by_kernels(traced: Linearized) -> list[frozenset[int]]:
@@ -186,20 +255,12 @@ def _reads(
         together = frozenset().union(*known)
         if _is_one(eqn):
             yield together
-        elif eqn.primitive.name != "while":
-            for body in bodies_of(eqn):
-                # The branches of a cond do not take its index.
-                outer = eqn.invars[len(eqn.invars) - len(body.invars) :]
-                pairs = zip(body.invars, outer, strict=True)
-                of_body = {v: sources[o] for v, o in pairs if _is_in(o, sources)}
-                yield from _reads(body, of_body)
+        for body in bodies_of(eqn):
+            yield from _reads(body, _inner(eqn, body, sources))
         if eqn.primitive.name == "optimization_barrier":
-            for out, v in zip(eqn.outvars, eqn.invars, strict=True):
-                if _is_in(v, sources):
-                    sources[out] = sources[v]
+            pairs = zip(eqn.outvars, eqn.invars, strict=True)
+            sources |= {
+                out: sources[v] for out, v in pairs if _at(v, sources) is not None
+            }
         elif len(known) == len(operands):
             sources |= dict.fromkeys(eqn.outvars, together)
-
-
-def _is_in(operand: Any, sources: Container[core.Var]) -> bool:
-    return isinstance(operand, core.Var) and operand in sources

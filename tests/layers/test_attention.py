@@ -121,13 +121,34 @@ def test_attention_and_its_gradients(softcap, masks):
         ({"window": 4, "causal": False}, "a window needs causal=True, got window=4"),
         ({"window": 0}, "window must be positive, got 0"),
         ({"softcap": -1.0}, "softcap must be positive, got -1.0"),
+        ({"window": 2.5}, "window must be a whole number, got 2.5"),
         ({"segment_ids": jnp.zeros((1, 3), int)}, r"segment ids must be \(1, 4\)"),
+        ({"segment_ids": jnp.zeros((1, 4))}, "segment ids must be integers, got float"),
     ],
 )
 def test_attention_refuses(options, message):
     q, *_ = _arrays()
     with pytest.raises(ValueError, match=message):
         coat.attention(q, q, q, **options)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_attention_refuses_other_arrays(softcap):
+    q, *_ = _arrays()
+    low, whole = q.astype(jnp.bfloat16), q.astype(int)
+    with pytest.raises(ValueError, match="one floating dtype, got bfloat16, float32"):
+        coat.attention(low, q, q, softcap=softcap)
+    with pytest.raises(ValueError, match="one floating dtype, got int32, int32"):
+        coat.attention(whole, whole, whole, softcap=softcap)
+    with pytest.raises(ValueError, match=r"four axes, .* got \(4, 2, 8\)"):
+        coat.attention(q[0], q[0], q[0], softcap=softcap)
+    assert coat.attention(q[:, :0], q[:, :0], q[:, :0], softcap=softcap).size == 0
+
+
+def test_attention_refuses_a_traced_window():
+    q, *_ = _arrays()
+    with pytest.raises(ValueError, match="window must be a whole number, got"):
+        jax.jit(lambda w: coat.attention(q, q, q, window=w))(4)
 
 
 def test_attention_refuses_other_keys():

@@ -202,7 +202,7 @@ def _sharded(layer, params, x, seed):
 def test_statistics_and_what_kernels_read_with_them_stay_exact(arguments, of, around):
     """Near plain attention only if both are exact: with FP8 copies errors are 0.1."""
     params, x, seed = arguments
-    x = jnp.tile(x, (2, 4, 1))  # So large that statistics could be quantized.
+    x = jnp.tile(x, (2, 4, 1))  # Statistics of so many rows could be quantized.
     params |= {"q": 3 * params["q"]}
     if around is not None:
         params = {name: jnp.stack([p, p]) for name, p in params.items()}
@@ -225,3 +225,91 @@ def test_statistics_and_what_kernels_read_with_them_stay_exact(arguments, of, ar
     for name in "qkvo":
         a, b = (np.asarray(g[name], np.float64) for g in (actual, expected))
         assert np.linalg.norm(a - b) < 0.06 * np.linalg.norm(b)
+
+
+def _saving(change, restore, loop=False):
+    """Returns attention that saves what `change` makes of its statistics.
+
+    Backward's kernel reads what `restore` makes of these. With `loop` it is in a loop
+    with an end that is not known before.
+    """
+
+    @jax.custom_vjp
+    def attend(q, k, v, seed):
+        return _forward_p.bind(q, k, v, seed)[0]
+
+    def fwd(q, k, v, seed):
+        o, (*operands, statistics, state) = _save(q, k, v, seed)
+        return o, (*operands, change(statistics), state)
+
+    def bwd(saved, do):
+        *operands, statistics, seed = saved
+
+        def gradients(step):
+            return step[0] + 1, *_backward_p.bind(
+                *operands, restore(statistics), seed, do
+            )
+
+        start = jnp.uint32(0), *map(jnp.zeros_like, operands[:3])
+        if not loop:
+            return *gradients(start)[1:], None
+        results = jax.lax.while_loop(lambda s: s[0] < seed[0], gradients, start)
+        return *results[1:], None
+
+    attend.defvjp(fwd, bwd)
+    return attend
+
+
+def _nested(layer, params, x, seed):
+    params = {name: p.reshape(2, -1, *p.shape[1:]) for name, p in params.items()}
+
+    def body(x, params):
+        return _scanned(layer, params, x, seed), None
+
+    return jax.lax.scan(body, x, params)[0]
+
+
+def _same(statistics):
+    return statistics
+
+
+CHANGED = {
+    "scaled": _saving(lambda s: s * 1.5, lambda s: s / 1.5),
+    "jitted": _saving(jax.jit(jnp.negative), jnp.negative),
+    "selected": _saving(lambda s: jnp.where(s == -jnp.inf, 0.0, s), _same),
+    "an index": _saving(lambda s: jnp.stack([s, s])[s.size % 2], _same),
+    "twice": _saving(lambda s: jnp.concatenate([s, s], -1), lambda s: s[..., :1]),
+    "two halves": _saving(lambda s: (s / 2, s / 2), sum),
+    "a cast": _saving(lambda s: s.astype(jnp.bfloat16), lambda s: s.astype(float)),
+    "a loop": _saving(_same, _same, loop=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("attend", "around"),
+    [
+        *((attend, None) for attend in CHANGED.values()),
+        (CHANGED["scaled"], _scanned),
+        (CHANGED["a loop"], _scanned),
+        (prepared, _scanned),
+        (prepared, _nested),
+    ],
+    ids=[*CHANGED, "scaled in a scan", "two loops", "many layers", "nested scans"],
+)
+def test_what_kernels_read_is_exact_for_statistics_that_forward_changes(
+    arguments, attend, around
+):
+    params, x, seed = arguments
+    x = jnp.tile(x, (2, 4, 1))
+    shape = (4, 256, heads, size)
+    layers = 1 if around is None else 8
+    if around is not None:
+        params = {name: jnp.stack([p] * layers) for name, p in params.items()}
+    each = functools.partial(layer, attend=attend)
+    run = each if around is None else functools.partial(around, each)
+    rows = coat.residual_report(coat.fp8_remat(run), params, x, seed).rows
+    of_kernel = [row.kept for row in rows if row.shape[-4:] == shape]
+    assert of_kernel == 4 * ["wide, a kernel reads it beside statistics"]
+    copied = [row.nbytes for row in rows if row.dtype == jnp.float8_e4m3fn]
+    # A loop saves what a projection reads on its own.
+    assert copied == (2 if around is None else 3) * [layers * x.size]

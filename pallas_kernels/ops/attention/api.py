@@ -165,12 +165,20 @@ _DEFAULTS = dict(scale=None, softcap=None, causal=True, window=None, segment_ids
 
 def _grouped(x: Array, k: Array) -> Array:
     """Returns the heads in groups that share a key head, which devices may split."""
-    b, s, _, d = x.shape
-    return x.reshape(b, s, k.shape[2], -1, d)
+    b, s, n, d = x.shape
+    return x.reshape(b, s, k.shape[2], n // k.shape[2], d)
 
 
 def check_heads(q: Array, k: Array, v: Array, segment_ids: Array | None) -> None:
-    """Raises ValueError unless the shapes of attention's arrays match."""
+    """Raises ValueError unless the shapes of attention's arrays match.
+
+    Segment ids must be integers.
+    """
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(
+            "heads must have four axes, batch, positions, heads and columns, got "
+            f"{q.shape}, {k.shape} and {v.shape}"
+        )
     b, s, n, d = q.shape
     m = k.shape[2]
     if k.shape != (b, s, m, d) or v.shape != k.shape or not m or n % m:
@@ -180,6 +188,8 @@ def check_heads(q: Array, k: Array, v: Array, segment_ids: Array | None) -> None
         )
     if segment_ids is not None and segment_ids.shape != (b, s):
         raise ValueError(f"segment ids must be {(b, s)}, got {segment_ids.shape}")
+    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"segment ids must be integers, got {segment_ids.dtype}")
 
 
 def _checked(q, k, v, scale, softcap, causal, window, segment_ids):

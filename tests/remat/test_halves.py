@@ -1,0 +1,296 @@
+"""Tests that a matmul of gate and up at once becomes two where a gate fuses with them.
+
+Everywhere else the program is the one without this rewrite, so its numbers are, too.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from helpers import oracle
+from helpers.dots import (
+    assert_follows_autodiff,
+    assert_near,
+    bfloat16,
+    gates,
+    linear,
+    mlp_arguments,
+    rows,
+    tensor,
+)
+from helpers.gradients import FP8, fake, fp8_bytes, saved, saved_bytes, value_and_vjp
+from jax.ad_checkpoint import checkpoint_name
+
+from coat_jax import fp8_dot_general, fp8_remat
+from coat_jax.fusion import fuse
+from pallas_kernels.dispatch import operations
+
+TOKENS, K, F = 96, 48, 64
+BF16 = jnp.bfloat16
+
+
+def silu(gate, up):
+    return nn.silu(gate) * up
+
+
+def contracted(x, w, axis):
+    """Multiplies by a stack of weights, which have the depth at `axis`."""
+    return fp8_dot_general(x, w, (((x.ndim - 1,), (axis,)), ((), ())))
+
+
+# The ways to compute gate and up from x and a weight [k, 2 f], and how they lie in it.
+WAYS = {
+    "split": lambda x, w: jnp.split(linear(x, w), 2, axis=-1),
+    "slices": lambda x, w: ((h := linear(x, w))[..., :F], h[..., F:]),
+    "swapped": lambda x, w: ((h := linear(x, w))[..., F:], h[..., :F]),
+    "a barrier": lambda x, w: jnp.split(
+        jax.lax.optimization_barrier(linear(x, w)), 2, axis=-1
+    ),
+    "a reshape": lambda x, w: ((h := pairs(linear(x, w)))[..., 0, :], h[..., 1, :]),
+    "unstacked": lambda x, w: jnp.unstack(pairs(linear(x, w)), axis=-2),
+    "a stack [2, k, f]": lambda x, w: (
+        (h := contracted(x, stack(w), 1))[..., 0, :],
+        h[..., 1, :],
+    ),
+    "a stack [2, f, k]": lambda x, w: (
+        (h := contracted(x, stack(w).mT, 2))[..., 0, :],
+        h[..., 1, :],
+    ),
+    "a split stack": lambda x, w: (
+        half[..., 0, :] for half in jnp.split(contracted(x, stack(w), 1), 2, axis=-2)
+    ),
+    "jitted": lambda x, w: jax.jit(lambda h: jnp.split(h, 2, axis=-1))(linear(x, w)),
+    "heads": lambda x, w: (
+        half.reshape(*half.shape[:-2], F)
+        for half in jnp.split(linear(x, w).reshape(*x.shape[:-1], 8, -1), 2, axis=-2)
+    ),
+}
+
+
+def pairs(h):
+    return h.reshape(*h.shape[:-1], 2, -1)
+
+
+def stack(w):
+    return jnp.stack(jnp.split(w, 2, axis=1))
+
+
+def mlp(way, product=silu, dtype=BF16):
+    """Returns a function of weights and x; `way` computes gate and up."""
+
+    def fn(weights, x):
+        both, down = (w.astype(dtype) for w in weights)
+        return linear(product(*way(x, both)), down)
+
+    return fn
+
+
+def arguments(f=F, **options):
+    """Returns the weights [k, 2 f] and [f, 32], activations, and a gradient.
+
+    The halves of the first weight have scales that differ.
+    """
+    options = {"tokens": (TOKENS,)} | options
+    weights, x, dy = mlp_arguments((K, 2 * f), (f, 32), **options)
+    return [weights[0].at[:, f:].mul(3), weights[1]], x, dy
+
+
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@pytest.mark.parametrize("name", ["split", "swapped"])
+def test_results_and_gradients_follow_their_formulas(name):
+    weights, x, dy = arguments()
+    y, (dws, dx) = value_and_vjp(fp8_remat(mlp(WAYS[name])), dy, weights, x)
+    order = slice(None, None, -1 if name == "swapped" else 1)
+    both, down = (np.asarray(w.astype(BF16), np.float32) for w in weights)
+    gate, up = map(tensor, np.split(both, 2, axis=1)[order])
+    down = tensor(down)
+    by_token = fake(np.asarray(x, np.float32), K).astype(np.float64)
+    g, u = (bfloat16(by_token @ w) for w in (gate, up))
+    assert_near(y, rows(g / (1 + np.exp(-g)) * u) @ down)
+    # Backward reads the copies of gate and up, which are in groups of 16.
+    g, u = (fake(v.astype(np.float32), 16).astype(np.float64) for v in (g, u))
+    share = 1 / (1 + np.exp(-g))
+    dyq = tensor(dy, oracle.E5M2)
+    da = bfloat16(dyq @ down.T)
+    dg = tensor(da * u * share * (1 + g * (1 - share)), oracle.E5M2)
+    du = tensor(da * g * share, oracle.E5M2)
+    again = tensor(fake(np.asarray(x, np.float32), 16))
+    assert_near(dx, dg @ gate.T + du @ up.T)
+    assert_near(dws[0], np.concatenate([again.T @ dg, again.T @ du][order], axis=1))
+    assert_near(dws[1], tensor(g * share * u).T @ dyq)
+
+
+@every_way
+def test_each_way_saves_codes_of_its_halves_as_a_gate_does(way):
+    """Without the gate's kernel codes of [tokens, 2 f] would be saved."""
+    weights, x, _ = arguments(tokens=(2, TOKENS // 2))
+    actual = saved(fp8_remat(mlp(way)), weights, x, params=2)
+    statistics = 4 * TOKENS + 2 * 4  # The largest scales of tokens; two scales.
+    copies = 2 * fp8_bytes((TOKENS, F)) + fp8_bytes((TOKENS, K))
+    assert saved_bytes(actual) == copies + statistics
+    assert sum(r.shape == (TOKENS, F) and r.dtype in FP8 for r in actual) == 2
+
+
+@pytest.mark.parametrize("name", ["split", "a stack [2, k, f]"])
+def test_one_kernel_computes_the_gate(name):
+    weights, x, _ = arguments()
+    expected = " ".join(2 * [f"bfloat16[{TOKENS},1,{F}]"])
+    assert gates(fp8_remat(mlp(WAYS[name])), weights, x) == {expected}
+
+
+@pytest.mark.slow
+@every_way
+def test_each_way_computes_the_same(way):
+    weights, x, dy = arguments()
+    assert_follows_autodiff(mlp(way), dy, weights, x)
+
+
+def test_edges():
+    split = WAYS["split"]
+    for options in ({"f": 17, "tokens": (33,)}, {"dtype": jnp.float32}):
+        weights, x, _ = arguments(**options)
+        fn = mlp(split, dtype=x.dtype)
+        assert len(gates(fp8_remat(fn), weights, x)) == 1
+    weights, x, _ = arguments(tokens=(3, TOKENS))
+    fn = jax.vmap(mlp(split), in_axes=(None, 0))
+    assert len(gates(fp8_remat(fn), weights, x)) == 1
+
+
+def test_gates_in_a_scan():
+    weights, x, _ = arguments()
+    light = fp8_remat(mlp(WAYS["split"]))
+
+    def scanned(weights, x):
+        def body(x, weights):
+            return x + jnp.pad(light(weights, x), ((0, 0), (0, K - 32))), None
+
+        return jax.lax.scan(body, x, [jnp.stack([w, w]) for w in weights])[0]
+
+    shapes = {r.shape[-2:] for r in saved(scanned, weights, x)}
+    assert (TOKENS, F) in shapes
+    assert (TOKENS, 2 * F) not in shapes
+
+
+# Arrays that are no halves, or that others read.
+NEAR_MISSES = {
+    "interleaved": lambda x, w: (
+        (h := linear(x, w).reshape(-1, F, 2))[..., 0],
+        h[..., 1],
+    ),
+    "steps": lambda x, w: ((h := linear(x, w))[..., ::2], h[..., 1::2]),
+    "an overlap": lambda x, w: ((h := linear(x, w))[..., :F], h[..., F - 1 : -1]),
+    "one half": lambda x, w: ((h := linear(x, w))[..., :F], h[..., :F] + 1),
+    "unequal": lambda x, w: ((h := linear(x, w))[..., : F - 8], h[..., F + 8 :]),
+    "three parts": lambda x, w: jnp.split(linear(x, w)[..., : F * 3 // 2], 3, -1)[:2],
+    "less than halves": lambda x, w: jnp.split(linear(x, w), [F - 8, 2 * F - 16], -1)[
+        :2
+    ],
+    "columns first": lambda x, w: (
+        (h := linear(x, w).reshape(-1, 2, F, order="F"))[:, 0],
+        h[:, 1],
+    ),
+    "transposed": lambda x, w: (half.T for half in jnp.split(linear(x, w).T, 2)),
+    "rows": lambda x, w: jnp.split(linear(x, w), 2, axis=0),
+    "rows in a reshape": lambda x, w: (
+        (h := linear(x, w).reshape(2, -1, 2 * F))[0],
+        h[1],
+    ),
+    "reversed": lambda x, w: jnp.split(linear(x, w)[..., ::-1], 2, axis=-1),
+    "a third reader": lambda x, w: (
+        (h := linear(x, w))[..., :F],
+        h[..., F:] * (1 + h.mean()),
+    ),
+    "a bias": lambda x, w: jnp.split(linear(x, w) + w[0], 2, axis=-1),
+    "a name": lambda x, w: jnp.split(checkpoint_name(linear(x, w), "both"), 2, axis=-1),
+    "a narrow cast": lambda x, w: (
+        half.astype(BF16)
+        for half in jnp.split(linear(x, w).astype(jnp.float16), 2, axis=-1)
+    ),
+    "another matmul": lambda x, w: (
+        (h := linear(x, w))[..., :F],
+        h[..., F:] + linear(x, w[:, 1 : F + 1]),
+    ),
+    "no parameter": lambda x, w: jnp.split(linear(x, w * (1 + x[0, 0])), 2, axis=-1),
+    "no FP8": lambda x, w: jnp.split(x @ w, 2, axis=-1),
+    "float16": lambda x, w: jnp.split(
+        linear(*(a.astype(jnp.float16) for a in (x, w))), 2, axis=-1
+    ),
+}
+PRODUCTS = {
+    "another activation": lambda gate, up: nn.relu(gate) * up,
+    "a sum": lambda gate, up: nn.silu(gate) + up,
+    "a limit": lambda gate, up: nn.silu(jnp.minimum(gate, 7)) * up,
+}
+RETURNED = {
+    "gate": lambda x, w, down: (
+        (h := jnp.split(linear(x, w), 2, axis=-1))[0],
+        linear(silu(*h), down),
+    ),
+    "both": lambda x, w, down: (
+        h := linear(x, w),
+        linear(silu(*jnp.split(h, 2, axis=-1)), down),
+    ),
+    "an unread half": lambda x, w, down: linear(
+        jnp.split(linear(x, w), 2, -1)[0], down
+    ),
+    "two gates": lambda x, w, down: (
+        linear(silu(*(h := jnp.split(linear(x, w), 2, axis=-1))), down),
+        linear(silu(*h[::-1]), down),
+    ),
+}
+
+
+def with_and_without(fn, weights, x, monkeypatch):
+    """Returns the programs with this rewrite and without it."""
+
+    def program():
+        with operations.traced_anew():
+            return str(jax.make_jaxpr(fp8_remat(fn))(weights, x))
+
+    actual = program()
+    with monkeypatch.context() as patch:
+        patch.setattr(fuse, "_with_halves", lambda program, params: program)
+        return actual, program()
+
+
+@pytest.mark.internals
+def test_programs_with_halves_differ(monkeypatch):
+    weights, x, _ = arguments()
+    actual, expected = with_and_without(mlp(WAYS["split"]), weights, x, monkeypatch)
+    assert actual != expected
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_other_parts_are_left_alone(name, monkeypatch):
+    def fn(weights, x):
+        both, down = (w.astype(BF16) for w in weights)
+        h = silu(*NEAR_MISSES[name](x, both)).astype(BF16)
+        return linear(h, jnp.tile(down, (2, 1))[: h.shape[-1]])
+
+    weights, x, _ = arguments()
+    actual, expected = with_and_without(fn, weights, x, monkeypatch)
+    assert actual == expected
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_other_products_of_halves_are_left_alone(name, monkeypatch):
+    weights, x, _ = arguments()
+    fn = mlp(WAYS["split"], PRODUCTS[name])
+    actual, expected = with_and_without(fn, weights, x, monkeypatch)
+    assert actual == expected
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("name", RETURNED)
+def test_halves_that_others_read_are_left_alone(name, monkeypatch):
+    def fn(weights, x):
+        return RETURNED[name](x, *(w.astype(BF16) for w in weights))
+
+    weights, x, _ = arguments()
+    actual, expected = with_and_without(fn, weights, x, monkeypatch)
+    assert actual == expected
