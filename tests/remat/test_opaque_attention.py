@@ -202,7 +202,7 @@ def _sharded(layer, params, x, seed):
 def test_statistics_and_what_kernels_read_with_them_stay_exact(arguments, of, around):
     """Near plain attention only if both are exact: with FP8 copies errors are 0.1."""
     params, x, seed = arguments
-    x = jnp.tile(x, (2, 4, 1))  # So large that statistics could be quantized.
+    x = jnp.tile(x, (2, 4, 1))  # Statistics of this size could be quantized.
     params |= {"q": 3 * params["q"]}
     if around is not None:
         params = {name: jnp.stack([p, p]) for name, p in params.items()}
