@@ -18,12 +18,14 @@ from coat_jax.programs.primitives import (
     bodies_of,
     is_foreign,
     is_layout,
-    is_matmul,
     size_of,
     variables,
 )
 from coat_jax.remat.shapes import MIN_STATISTIC, why_not_fp8
 from coat_jax.remat.trace import Linearized
+
+# Operations besides loops and branches that contain a part of the program.
+_PARTS = frozenset({"remat2", "shard_map"})
 
 
 class Kernel(NamedTuple):
@@ -97,7 +99,19 @@ def kernels_with_statistics(
 
 
 def _is_for_matmuls(traced: Linearized, index: int) -> bool:
-    return all(map(is_matmul, traced.readers(index)))
+    """Returns whether matmuls alone read a residual, without batch axes.
+
+    Flash attention multiplies its output and its gradient head by head: the result is
+    subtracted from products with the operands, and has to be exact.
+    """
+    return all(map(_is_plain_matmul, traced.readers(index)))
+
+
+def _is_plain_matmul(eqn: core.JaxprEqn) -> bool:
+    if eqn.primitive.name != "dot_general":
+        return False
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return not batch
 
 
 class _Origin(NamedTuple):
@@ -206,8 +220,8 @@ def _from_kernels(
 
 
 def _is_one(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a kernel, and not a loop or a `shard_map`."""
-    return is_foreign(eqn.primitive) and not bodies_of(eqn)
+    """Returns whether an operation is a kernel, and not a part of the program."""
+    return is_foreign(eqn.primitive) and eqn.primitive.name not in _PARTS
 
 
 def _largest(kernel: core.JaxprEqn) -> int:

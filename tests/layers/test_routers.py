@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from helpers.models import normal
 
-from coat_jax.layers.experts.routing import logits_gradient, normed_logits
+from coat_jax.layers.experts.routing import (
+    Experts,
+    Shares,
+    logits_gradient,
+    normed_logits,
+    routed,
+)
 from coat_jax.layers.parts import Norm
 
 TOKENS, HIDDEN, EXPERTS = 32, 256, 8
@@ -68,6 +74,35 @@ def test_gradients_are_those_of_float64(kind, dtype, of_params, error):
         count *= a.dtype == jnp.bfloat16
         a, most = np.asarray(a, np.float64), np.abs(b).max()
         np.testing.assert_allclose(a, b, atol=(2e-5 + count * 2**-8) * most)
+
+
+@pytest.mark.parametrize("mean", [0, -60, -150])
+def test_sigmoids_may_all_be_almost_zero(mean):
+    """The squares of their sums are less than float32 has, and then the sums, too."""
+    experts = Experts(num_experts=EXPERTS, top_k=2, scores="sigmoid")
+    logits = mean + normal(0, TOKENS, EXPERTS)
+    ids = jnp.argsort(-logits, axis=1)[:, :2]
+    of_weights, of_scores = normal(1, TOKENS, 2), normal(2, EXPERTS)
+
+    @jax.jit
+    def gradient(logits):
+        (weights, shares), vjp = jax.vjp(lambda x: routed(x, ids, experts), logits)
+        of_shares = Shares(jnp.zeros((1, EXPERTS)), of_scores[None], jnp.zeros(1))
+        return weights, shares.score[0], *vjp((of_weights, of_shares))
+
+    def normalized(scores, gradient):
+        """Returns quotients, and the gradient of the scores' logarithms."""
+        y = scores / scores.sum(1, keepdims=True)
+        return y, y * (gradient - np.sum(y * gradient, 1, keepdims=True))
+
+    sigmoid = 1 / (1 + np.exp(-np.asarray(logits, np.float64)))
+    at = np.arange(TOKENS)[:, None], ids
+    weights, of_chosen = normalized(sigmoid[at], np.asarray(of_weights))
+    score, of_logs = normalized(sigmoid, np.asarray(of_scores) / TOKENS)
+    np.add.at(of_logs, at, of_chosen)
+    expected = weights, score.mean(0), of_logs * (1 - sigmoid)
+    for a, b in zip(gradient(logits), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
 def test_the_input_of_an_rms_norm_is_read_in_its_dtype():

@@ -258,18 +258,21 @@ def routed(
 
     Weights and shares are differentiable functions of the logits.
     """
-    scores, ids = _scores(logits, experts), ids[:, : experts.top_k]
+    ids = ids[:, : experts.top_k]
+    # Scores that are divided by their sum are the softmax of their logarithms. Sigmoids
+    # may all be zero, or have a sum that has no square, which a derivative divides by.
+    sigmoid = experts.scores == "sigmoid"
+    logs = jax.nn.log_sigmoid(logits) if sigmoid else logits
+    scores = logs if experts.normalized else _scores(logits, experts)
     weights = jnp.take_along_axis(scores, ids, axis=1)
     if experts.normalized:
-        weights = _normalized(weights)
+        weights = jax.nn.softmax(weights, axis=-1)
     shared = jnp.ones((len(ids), experts.num_shared), weights.dtype)
     weights = jnp.concatenate([weights * experts.scale, shared], axis=1)
-    if experts.scores == "sigmoid":
-        scores = _normalized(scores)
     counts = group_sizes(ids, experts.num_experts)
     shares = Shares(
         load=(counts / max(ids.size, 1))[None],
-        score=jnp.mean(scores, axis=0)[None],
+        score=jnp.mean(jax.nn.softmax(logs, axis=-1), axis=0)[None],
         z=jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)[None],
     )
     return weights, shares
@@ -308,9 +311,3 @@ def _scores(logits: Array, experts: Experts) -> Array:
     if experts.scores == "sigmoid":
         return jax.nn.sigmoid(logits)
     return jax.nn.softmax(logits, axis=-1)
-
-
-def _normalized(scores: Array) -> Array:
-    """Returns scores that add up to 1; sigmoids may all be zero."""
-    total = jnp.sum(scores, axis=-1, keepdims=True)
-    return scores / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)

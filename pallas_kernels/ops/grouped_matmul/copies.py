@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.checks import CODES, check_dtype
+from pallas_kernels.checks import CODES, check_dtype, check_positive
 from pallas_kernels.dispatch import operations
 from pallas_kernels.dispatch.axes import Axes
 from pallas_kernels.mosaic import core as mosaic
@@ -36,7 +36,7 @@ def copy_rows(
     are undefined.
 
     Args:
-      x: Codes of tokens.
+      x: Codes of one token or more.
       places: The rows of each token, int32. All must differ and be less than `rows`,
         which is not checked.
       rows: The number of rows.
@@ -58,6 +58,7 @@ def copy_rows(
             "x and places must be [tokens, n] and [tokens, k], got "
             f"{x.shape} and {places.shape}"
         )
+    check_positive(tokens=len(x))
     check_dtype("x", x.dtype, CODES)
     check_dtype("places", places.dtype, (jnp.int32,))
     if rows < places.size:
