@@ -12,7 +12,8 @@ from helpers.attention import interpreted, oracle
 import coat_jax as coat
 import pallas_kernels as pk
 from coat_jax.layers.attention import Scores, causal_attention
-from pallas_kernels.dispatch import devices
+from experiments.bench.compile_case import for_hopper
+from pallas_kernels.dispatch import devices, operations
 from pallas_kernels.ops.attention import api, plan
 
 BF16 = jnp.bfloat16
@@ -230,6 +231,27 @@ def test_what_kernels_do_not_take_is_said():
         pk.attention(q, k, v, implementation="mosaic")
 
 
+def _layer(weights, x):
+    ids = jnp.repeat(jnp.arange(4), 256)[None].repeat(2, 0)
+    q, k, v = ((x @ w).reshape(2, 1024, 4, 128) for w in weights[:3])
+    o = coat.attention(q, k, v, softcap=30.0, segment_ids=ids)
+    return x + o.reshape(x.shape) @ weights[3]
+
+
+@pytest.mark.parametrize("rerun", [False, True])
+def test_fp8_remat_saves_what_kernels_read_with_statistics(rerun):
+    """All of it is exact, or attention runs again with copies of q, k and v."""
+    weights = [jax.ShapeDtypeStruct((512, 512), BF16)] * 4
+    x = jax.ShapeDtypeStruct((2, 1024, 512), BF16)
+    with for_hopper(), operations.traced_anew():
+        light = coat.fp8_remat(_layer, rerun_attention=rerun)
+        rows = coat.residual_report(light, weights, x).rows
+    heads = [row.dtype for row in rows if row.shape == (2, 1024, 4, 128)]
+    assert heads == ([jnp.float8_e4m3fn] * 3 if rerun else [BF16] * 4)
+    statistics = [row.kept for row in rows if row.shape == (2, 4, 1024)]
+    assert statistics == ([] if rerun else ["wide, float32 statistics of a kernel"])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rerun", "bound"), [(False, 0.06), (True, 0.1)])
 def test_gradients_under_fp8_remat_on_a_gpu(rerun, bound):
@@ -237,12 +259,6 @@ def test_gradients_under_fp8_remat_on_a_gpu(rerun, bound):
     keys = jax.random.split(jax.random.key(0), 5)
     weights = [jax.random.normal(key, (512, 512), BF16) / 24 for key in keys[:4]]
     x = jax.random.normal(keys[4], (2, 1024, 512), BF16)
-    ids = jnp.repeat(jnp.arange(4), 256)[None].repeat(2, 0)
-
-    def layer(weights, x):
-        q, k, v = ((x @ w).reshape(2, 1024, 4, 128) for w in weights[:3])
-        o = coat.attention(q, k, v, softcap=30.0, segment_ids=ids)
-        return x + o.reshape(x.shape) @ weights[3]
 
     def gradients(fn):
         def loss(weights, x):
@@ -250,7 +266,7 @@ def test_gradients_under_fp8_remat_on_a_gpu(rerun, bound):
 
         return jax.jit(jax.grad(loss))(weights, x)
 
-    actual = gradients(coat.fp8_remat(layer, rerun_attention=rerun))
-    for a, b in zip(actual, gradients(layer), strict=True):
+    actual = gradients(coat.fp8_remat(_layer, rerun_attention=rerun))
+    for a, b in zip(actual, gradients(_layer), strict=True):
         a, b = (np.asarray(g, np.float64) for g in (a, b))
         assert np.linalg.norm(a - b) < bound * np.linalg.norm(b)
