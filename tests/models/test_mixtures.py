@@ -108,8 +108,10 @@ def test_the_estimate_knows_experts_of_a_mesh_axis():
     split = estimate(16, expert=4)
     # The rows of equal loads take as much as on one GPU. For each of 2 layers, 4 * 4
     # numbers of rows for 2 experts replace the numbers of rows of 8 experts, and the
-    # order of the rows that are sent has none of the 128 rows of padding.
-    assert split.saved_bytes - whole.saved_bytes == 2 * 4 * (4 * 4 * 2 - 8 - 128)
+    # order of the rows that are sent has none of the 128 rows of padding. Two weights
+    # have a scale for each of 2 experts in place of 8.
+    numbers = 4 * 4 * 2 - 8 - 128 - 2 * (8 - 2)
+    assert split.saved_bytes - whole.saved_bytes == 2 * 4 * numbers
     arrays = 3 * 2 * 32 * 32 * 8 * 4  # Two layers, float32.
     assert whole.update.parameters - split.update.parameters > arrays * 3 // 4
     # All rows may arrive at one of 4 devices.
