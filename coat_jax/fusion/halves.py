@@ -3,6 +3,9 @@
 Many models multiply by one weight [k, 2 f], or by a stack [2, f, k], and take the
 halves of the result. The kernel of a gate reads two arrays: two matmuls write them, of
 the halves of the weight. Activations are quantized once for both.
+
+A weight [k, 2 f] may be split over devices by its columns. Its halves would then move
+between devices in 16 bits. So with several devices only stacks are taken apart.
 """
 
 import math
@@ -16,6 +19,7 @@ from coat_jax.fp8.dot_general import bound
 from coat_jax.fusion.operation import traced
 from coat_jax.programs.graph import Graph
 from coat_jax.programs.primitives import keeps_order
+from pallas_kernels.dispatch import devices
 
 
 class Halves(NamedTuple):
@@ -50,6 +54,8 @@ def halves_of(matmul: core.JaxprEqn, graph: Graph) -> Halves | None:
     """Returns the halves of a matmul's result, or None if more is read than these."""
     (y,) = matmul.outvars
     if y.aval.ndim != 2 or any(isinstance(v, core.Literal) for v in matmul.invars):
+        return None
+    if not (devices.is_alone() or _is_stack(matmul.invars[1], graph)):
         return None
     eqns: list[core.JaxprEqn] = []
     whole = y
@@ -88,6 +94,15 @@ def split(program: core.Jaxpr, matches: Sequence[Halves]) -> core.Jaxpr:
     replaced |= {id(match.matmul): match.traced() for match in matches}
     eqns = [new for eqn in program.eqns for new in replaced.get(id(eqn), [eqn])]
     return program.replace(eqns=eqns)
+
+
+def _is_stack(weight: core.Var, graph: Graph) -> bool:
+    """Returns whether the columns of a weight [k, n] are those of two in a stack."""
+    maker = graph.makers.get(weight)
+    if maker is None or maker.primitive.name != "reshape":
+        return False
+    k, _ = weight.aval.shape
+    return keeps_order(maker) and maker.invars[0].aval.shape[:2] == (k, 2)
 
 
 def _passes(eqn: core.JaxprEqn | core.Jaxpr) -> bool:

@@ -57,6 +57,11 @@ def has_gpu() -> bool:
     return default_device().platform == "gpu"
 
 
+def is_alone() -> bool:
+    """Returns whether JAX has one device, so that no array is split over several."""
+    return jax.device_count() == 1
+
+
 def multiprocessors() -> int:
     """Returns the number of multiprocessors of the target GPU; 132 if it is unknown."""
     # An abstract device is the target of a compilation without that GPU.

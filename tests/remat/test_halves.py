@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax import fp8_dot_general, fp8_remat
 from coat_jax.fusion import fuse
-from pallas_kernels.dispatch import operations
+from pallas_kernels.dispatch import devices, operations
 
 TOKENS, K, F = 96, 48, 64
 BF16 = jnp.bfloat16
@@ -146,6 +146,16 @@ def test_one_kernel_computes_the_gate(name):
 def test_each_way_computes_the_same(way):
     weights, x, dy = arguments()
     assert_follows_autodiff(mlp(way), dy, weights, x)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_weights_that_devices_may_share_are_not_sliced(name, monkeypatch):
+    """With several devices only stacks are taken apart, along the axis of the stack."""
+    monkeypatch.setattr(devices, "is_alone", lambda: False)
+    weights, x, _ = arguments()
+    with operations.traced_anew():
+        kernels = gates(fp8_remat(mlp(WAYS[name])), weights, x)
+    assert len(kernels) == ("stack [" in name or name == "a split stack")
 
 
 def test_edges():
