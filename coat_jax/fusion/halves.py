@@ -97,7 +97,7 @@ def split(program: core.Jaxpr, matches: Sequence[Halves]) -> core.Jaxpr:
 
 
 def _is_stack(weight: core.Var, graph: Graph) -> bool:
-    """Returns whether the columns of a weight [k, n] are those of two in a stack."""
+    """Returns whether a weight [k, n] has the columns of two weights in a stack."""
     maker = graph.makers.get(weight)
     if maker is None or maker.primitive.name != "reshape":
         return False

@@ -150,7 +150,7 @@ def test_each_way_computes_the_same(way):
 
 @pytest.mark.parametrize("name", WAYS)
 def test_weights_that_devices_may_share_are_not_sliced(name, monkeypatch):
-    """With several devices only stacks are taken apart, along the axis of the stack."""
+    """Stacks alone are taken apart with several devices, along the stack's axis."""
     monkeypatch.setattr(devices, "is_alone", lambda: False)
     weights, x, _ = arguments()
     with operations.traced_anew():
