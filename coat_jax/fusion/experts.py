@@ -15,6 +15,7 @@ from coat_jax.fp8.gated_experts import Combine, ExpertRows, gated_experts
 from coat_jax.fp8.ragged_dot import fp8_ragged_dot_p
 from coat_jax.fusion.combine import CombineMatch, combine_of
 from coat_jax.fusion.gathers import rows_p
+from coat_jax.fusion.halves import cuts_of
 from coat_jax.fusion.operation import fused, traced
 from coat_jax.fusion.patterns import Gate, gate_of, marks_of
 from coat_jax.programs.graph import (
@@ -142,19 +143,14 @@ def _halves(matmul: core.JaxprEqn, graph: Graph) -> Sequence[tuple[core.Var, _Ha
     whole = [(y, _Half(matmul))]
     halves: list[tuple[core.Var, _Half]] = []
     for eqn in graph.readers[y]:
-        if eqn is graph.program:
+        cuts = [] if eqn is graph.program else list(cuts_of(eqn))
+        if not cuts:
             return whole
-        if eqn.primitive.name == "split" and eqn.params["axis"] == 1:
-            outs = enumerate(eqn.outvars)
-            halves += [(out, _Half(matmul, half, eqn)) for half, out in outs]
-        elif eqn.primitive.name == "slice" and eqn.params["strides"] is None:
-            _, start = eqn.params["start_indices"]
+        for axis, start, _, out in cuts:
             half, rest = divmod(2 * start, columns)
-            if rest:
+            if axis != 1 or rest:
                 return whole
-            halves.append((eqn.outvars[0], _Half(matmul, half, eqn)))
-        else:
-            return whole
+            halves.append((out, _Half(matmul, half, eqn)))
     equal = [out.aval.shape == (rows, columns // 2) for out, _ in halves]
     is_pair = sorted(half.half for _, half in halves) == [0, 1]
     return halves if is_pair and columns % 2 == 0 and all(equal) else whole

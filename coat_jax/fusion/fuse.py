@@ -231,7 +231,10 @@ def _with_halves(program: core.Jaxpr, params: Sequence[core.Var]) -> core.Jaxpr:
             (half,) = trial.makers[half].invars
         return half in results
 
-    return split(program, [match for match in matches if is_fused(match.results[0])])
+    fused_ones = [match for match in matches if is_fused(match.results[0])]
+    if len(fused_ones) == len(matches):
+        return trial.program
+    return split(program, fused_ones)
 
 
 def _groups(graph: Graph, fixed: set[core.Var]) -> Groups:

@@ -65,7 +65,7 @@ def halves_of(matmul: core.JaxprEqn, graph: Graph) -> Halves | None:
     shape, rows = whole.aval.shape, y.aval.shape[0]
     halves: dict[int, core.Var] = {}
     for reader in graph.readers[whole]:
-        cuts = [] if reader is graph.program else list(_cuts(reader))
+        cuts = [] if reader is graph.program else list(cuts_of(reader))
         for axis, start, size, result in cuts:
             # The columns begin at this axis.
             if math.prod(shape[:axis]) != rows or 2 * start not in (0, shape[axis]):
@@ -118,7 +118,7 @@ def _is_squeeze(eqn: core.JaxprEqn | core.Jaxpr) -> bool:
     return not isinstance(eqn, core.Jaxpr) and eqn.primitive.name == "squeeze"
 
 
-def _cuts(eqn: core.JaxprEqn) -> Iterator[tuple[int, int, int, core.Var]]:
+def cuts_of(eqn: core.JaxprEqn) -> Iterator[tuple[int, int, int, core.Var]]:
     """Yields axis, start, size and result of each cut along a single axis."""
     shape = eqn.invars[0].aval.shape
     if eqn.primitive.name == "unstack":  # `jnp.unstack` has it since jax 0.12.

@@ -109,8 +109,6 @@ def attention(
         raise ValueError(f"a window needs causal=True, got window={window}")
     scores = Scores(scale=scale, softcap=softcap, window=window)
     masks = segment_ids, None
-    if window is not None and window >= q.shape[1]:
-        scores = dataclasses.replace(scores, window=None)
     return _attention(q, k, v, masks=masks, causal=causal, scores=scores)
 
 
@@ -150,8 +148,6 @@ def causal_attention(
       scores: The scale, soft cap and window of scores.
       local: Whether the window counts; None means that it does.
     """
-    if scores.window is not None and scores.window >= q.shape[1]:
-        scores, local = dataclasses.replace(scores, window=None), None
     return _attention(q, k, v, kept, (segment_ids, local), scores=scores)
 
 
@@ -194,6 +190,8 @@ def cached_attention(
 
 
 def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_SCORES):
+    if scores.window is not None and scores.window >= q.shape[1]:
+        scores, masks = dataclasses.replace(scores, window=None), (masks[0], None)
     in_cudnn = _has_flash_attention(q) and scores.softcap is None
     # cuDNN's attention computes all that a mask hides.
     if devices.has_hopper() and not (in_cudnn and _skips(scores, *masks)):

@@ -7,6 +7,7 @@ was computed from the rounded ones. So all of these arrays must be exact, or all
 copies.
 """
 
+import functools
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -42,60 +43,6 @@ class Kernel(NamedTuple):
     results: frozenset[core.Var]
     operands: frozenset[core.Var]
     is_nested: bool
-
-
-def kernel_statistics(traced: Linearized, program: core.Jaxpr) -> set[core.Var]:
-    """Returns the residuals that are statistics of a kernel's operands.
-
-    A statistic is a float32 result of a kernel, with far fewer elements than an
-    operand, which a kernel of backward reads. The program may move its numbers and
-    compute others from them, and so may backward.
-
-    Args:
-      traced: The function, with its backward program.
-      program: The forward program, with its calls inlined.
-    """
-    results = _Results.of(traced, program)
-    few = {v for v, origin in results.in_float32().items() if origin.is_statistic}
-    read = frozenset().union(*_read_by_kernels(traced)) if few else frozenset()
-    return {var for var in few if results.places[var] in read}
-
-
-def kernels_with_statistics(
-    traced: Linearized, program: core.Jaxpr, copied: Container[core.Var]
-) -> Iterator[Kernel]:
-    """Yields the kernels of a forward program that have copies for operands.
-
-    Their statistics, of any size, are not copied, and a kernel of backward reads them
-    together with the operands. With a policy, backward may compute the operands from
-    other residuals, which then count as such.
-
-    Args:
-      traced: The function, with its backward program.
-      program: The forward program, with its calls inlined.
-      copied: The residuals that would be saved as FP8 copies.
-    """
-    results = _Results.of(traced, program)
-    places = results.places
-    statistics = {v: m for v, m in results.in_float32().items() if v not in copied}
-    read_together = _read_by_kernels(traced) if statistics else []
-    for statistic, (kernel, _) in statistics.items():
-        read = frozenset().union(
-            *(read for read in read_together if places[statistic] in read)
-        )
-        is_nested = not any(eqn is kernel for eqn in program.eqns)
-        sources = places if is_nested else results.sources(kernel)
-        operands = frozenset(v for v in sources if v in copied and places[v] in read)
-        if operands:
-            of_kernel = frozenset(
-                v for v, m in results.of_residuals().items() if m.kernel is kernel
-            )
-            if is_nested:
-                # A loop saves the output again in the shape that a projection reads.
-                of_kernel -= {
-                    v for v in of_kernel if _is_for_matmuls(traced, places[v])
-                }
-            yield Kernel(of_kernel, operands, is_nested)
 
 
 def _is_for_matmuls(traced: Linearized, index: int) -> bool:
@@ -135,38 +82,85 @@ class _Origin(NamedTuple):
         return size_of(var.aval) * MIN_STATISTIC <= _largest(self.kernel)
 
 
-class _Results(NamedTuple):
-    """The results of a forward program's operations.
+class Kernels:
+    """The kernels of a forward program, and the residuals that follow from them.
 
     Attributes:
+      traced: The function, with its backward program.
+      program: The forward program, with its calls inlined.
       places: The residuals, with their indices.
       makers: The operations, by their results.
       origins: The arrays that follow from results of kernels.
     """
 
-    places: dict[core.Var, int]
-    makers: dict[core.Var, core.JaxprEqn]
-    origins: dict[core.Var, _Origin]
-
-    @classmethod
-    def of(cls, traced: Linearized, program: core.Jaxpr) -> "_Results":
+    def __init__(self, traced: Linearized, program: core.Jaxpr):
         residuals = program.outvars[traced.num_outputs :]
-        return cls(
-            {v: i for i, v in enumerate(residuals) if isinstance(v, core.Var)},
-            {var: eqn for eqn in program.eqns for var in eqn.outvars},
-            _from_kernels(program, {}),
+        self.traced, self.program = traced, program
+        self.places = {v: i for i, v in enumerate(residuals) if isinstance(v, core.Var)}
+        self.makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
+        self.origins = _from_kernels(program, {})
+
+    @functools.cached_property
+    def read_together(self) -> list[frozenset[int]]:
+        """The residuals that each kernel of backward reads; see `_read_by_kernels`."""
+        return _read_by_kernels(self.traced)
+
+    def statistics(self) -> set[core.Var]:
+        """Returns the residuals that are statistics of a kernel's operands.
+
+        A statistic is a float32 result of a kernel, with far fewer elements than an
+        operand, which a kernel of backward reads. The program may move its numbers and
+        compute others from them, and so may backward.
+        """
+        few = {v for v, origin in self._in_float32().items() if origin.is_statistic}
+        read = frozenset().union(*self.read_together) if few else frozenset()
+        return {var for var in few if self.places[var] in read}
+
+    def with_statistics(self, copied: Container[core.Var]) -> Iterator[Kernel]:
+        """Yields the kernels that have copies for operands.
+
+        Their statistics, of any size, are not copied, and a kernel of backward reads
+        them together with the operands. With a policy, backward may compute the
+        operands from other residuals, which then count as such.
+
+        Args:
+          copied: The residuals that would be saved as FP8 copies.
+        """
+        places = self.places
+        statistics = {v: m for v, m in self._in_float32().items() if v not in copied}
+        for statistic, (kernel, _) in statistics.items():
+            read = frozenset().union(
+                *(read for read in self.read_together if places[statistic] in read)
+            )
+            is_nested = not any(eqn is kernel for eqn in self.program.eqns)
+            sources = places if is_nested else self._sources(kernel)
+            operands = frozenset(
+                v for v in sources if v in copied and places[v] in read
+            )
+            if operands:
+                yield Kernel(self._results(kernel, is_nested), operands, is_nested)
+
+    def _results(self, kernel: core.JaxprEqn, is_nested: bool) -> frozenset[core.Var]:
+        """Returns the residuals that are results of a kernel."""
+        origins = self._of_residuals()
+        results = frozenset(v for v, m in origins.items() if m.kernel is kernel)
+        if not is_nested:
+            return results
+        # A loop saves the output again in the shape that a projection reads.
+        return frozenset(
+            v for v in results if not _is_for_matmuls(self.traced, self.places[v])
         )
 
-    def of_residuals(self) -> dict[core.Var, _Origin]:
+    def _of_residuals(self) -> dict[core.Var, _Origin]:
         """Returns the residuals that follow from results of kernels."""
         return {v: self.origins[v] for v in self.places if v in self.origins}
 
-    def in_float32(self) -> dict[core.Var, _Origin]:
+    def _in_float32(self) -> dict[core.Var, _Origin]:
         """Returns the residuals that follow from float32 results of kernels."""
-        origins = self.of_residuals()
+        origins = self._of_residuals()
         return {v: m for v, m in origins.items() if m.result.aval.dtype == jnp.float32}
 
-    def sources(self, kernel: core.JaxprEqn) -> set[core.Var]:
+    def _sources(self, kernel: core.JaxprEqn) -> set[core.Var]:
         """Returns the nearest residuals from which a kernel's operands follow."""
         nearest, visited = set(), set()
         queue = {v for v in variables(kernel.invars) if not why_not_fp8(v.aval)}

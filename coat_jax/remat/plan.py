@@ -20,7 +20,7 @@ from coat_jax.programs.primitives import (
     variables,
 )
 from coat_jax.quantization.granularity import PerGroup
-from coat_jax.remat.kernels import kernel_statistics, kernels_with_statistics
+from coat_jax.remat.kernels import Kernels
 from coat_jax.remat.loops import equal_stacks
 from coat_jax.remat.options import Options
 from coat_jax.remat.policies import Policy, offloads
@@ -130,7 +130,8 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
     computed = _computed_from(program, is_param)
     statistics = _statistics(program)
-    of_kernels = kernel_statistics(traced, program)
+    kernels = Kernels(traced, program)
+    of_kernels = kernels.statistics()
     offloaded = _offloaded(program, residuals, options.policy)
     on_host = {i for i, v in enumerate(residuals) if _is_on_host(v.aval)}
     ways: list[Any] = []
@@ -155,7 +156,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     constants = [*params, *integers, *_recomputed(residuals, ways)]
     derivation = Derivation(program, constants, statistics, options.group)
     copied = {v for v, choice in zip(residuals, ways, strict=True) if _is_copy(choice)}
-    for kernel in kernels_with_statistics(traced, program, copied):
+    for kernel in kernels.with_statistics(copied):
         for index, var in enumerate(residuals):
             if options.rerun_attention and not kernel.is_nested:
                 if _is_among(var, kernel.results):
