@@ -104,8 +104,8 @@ def _products(source, weights, other, norm, dtype, passes):
 @array_types.on_common_mesh
 def _products_fwd(source, weights, other, norm, dtype, passes):
     rows, saved = quantized_source(source, norm)
-    ys, w_scales = _forward(rows, weights, dtype, other)
-    scales = *tensor_scales(rows), *w_scales
+    ys, of_weights = _forward(rows, weights, dtype, other)
+    scales = tensor_scales(rows, *of_weights)
     results = *map(once, ys), *([source.x] if passes else [])
     weights, likes = zip(*((w, dtype_of(bias)) for w, bias in weights), strict=True)
     return results, (saved, weights, scales, likes, _marked(other))
@@ -137,18 +137,21 @@ def _if_marked(mark, x):
 
 
 def _forward(rows, weights, dtype, add=None):
-    """Multiplies codes by each of the weights; also returns the weights' scales.
+    """Multiplies codes by each of the weights.
 
     Each weight comes with a bias or None. `add` is an array that is added to each
     result, or None.
+
+    Returns:
+      The results, and an argument of `tensor_scales` for each weight.
     """
-    ys, scales = [], []
+    ys, of_weights = [], []
     for w, bias in weights:
         wq = w.for_outputs()
         arrays = rows.codes, wq.codes, rows.scale, wq.scale, add
         ys.append(matmul_codes(*arrays, bias=bias, dtype=dtype))
-        scales.append(wq.scale)
-    return ys, scales
+        of_weights.append(wq if wq.scale.ndim else wq.scale)
+    return ys, of_weights
 
 
 def _backward(residuals, gradients, norm, add=None):
@@ -202,11 +205,11 @@ def _gated_products(source, gate, up, down, norm, activation, inner, dtype, adds
 @array_types.on_common_mesh
 def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds):
     rows, saved = quantized_source(source, norm)
-    pair, w_scales = _forward(rows, ((gate, None), (up, None)), inner)
+    pair, of_pair = _forward(rows, ((gate, None), (up, None)), inner)
     a, operands = quantized_gate(tuple(pair), activation)
-    (y,), (down_scale,) = _forward(a, (down,), dtype, source.x if adds else None)
-    scale, a_scale = tensor_scales(rows, a)
-    outer = saved, (gate, up), (scale, *w_scales)
+    (y,), of_down = _forward(a, (down,), dtype, source.x if adds else None)
+    a_scale, down_scale, *scales = tensor_scales(a, *of_down, rows, *of_pair)
+    outer = saved, (gate, up), scales
     down, bias = down
     return once(y), (outer, operands, down, (a_scale, down_scale), dtype_of(bias))
 
@@ -314,8 +317,8 @@ def _activated_product(x, w, other, activation, dtype):
 @array_types.on_common_mesh
 def _activated_fwd(x, w, other, activation, dtype):
     a, saved = quantized_gate((x,), activation)
-    (y,), (w_scale,) = _forward(a, (w,), dtype, other)
-    (a_scale,) = tensor_scales(a)
+    (y,), of_weight = _forward(a, (w,), dtype, other)
+    a_scale, w_scale = tensor_scales(a, *of_weight)
     w, bias = w
     likes = dtype_of(x), dtype_of(bias)
     return once(y), (saved[0], w, (a_scale, w_scale), likes, _marked(other))

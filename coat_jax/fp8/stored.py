@@ -6,9 +6,10 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from coat_jax.fp8.matmul import matmul_codes, quantize_tensor
+from coat_jax.fp8.matmul import matmul_codes, quantize_tensor, quantize_tokens
 from coat_jax.quantization.formats import E4M3
 from pallas_kernels import Scaled
+from pallas_kernels.dispatch import devices
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +35,14 @@ class Stored:
         return (*batch, *axes)
 
     def for_outputs(self) -> Scaled:
-        """Returns E4M3 codes [n, k] and their scale, which forward reads."""
+        """Returns E4M3 codes [n, k] and their scale or scales, which forward reads.
+
+        An output's weights that lie side by side have a scale of their own, so that one
+        pass over the array quantizes it. Devices may share an array by any axis; there
+        the scale is the tensor's, for which each of them reads its own part.
+        """
+        if self.is_transposed and devices.is_alone():
+            return quantize_tokens(self.array)
         copies = "row" if self.is_transposed else "transposed"
         codes = quantize_tensor(self.array, E4M3, copies=copies)
         return Scaled(getattr(codes, copies), codes.scale)
