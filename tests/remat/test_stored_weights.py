@@ -63,7 +63,7 @@ def _passes(fn, of_w):
 @pytest.mark.distributed
 @every_function
 def test_they_are_used_as_they_are_stored(fn):
-    """With several devices values and gradients have the bits of the other order."""
+    """Values and gradients on several devices have the bits of the other order."""
     weights, x, dy = _arguments(fn)
     y, dws, dx = _passes(fn, 1)(weights, x, dy)
     other = _passes(fn, 0)([w.T for w in weights], x, dy)
