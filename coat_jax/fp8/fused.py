@@ -182,34 +182,39 @@ def _backward(residuals, gradients, norm, add=None):
 _products.defvjp(_products_fwd, _products_bwd)
 
 
-def gated_products(source, gate, up, down, *, norm, activation, inner, dtype, adds):
+def gated_products(source, first, down, *, norm, activation, inner, dtype, adds):
     """Computes `_gated_products` of a source with any leading axes, in a list."""
     options = norm, activation, inner, dtype, adds
-    operands = array_types.varying_alike((in_rows(source), gate, up, down))
+    operands = array_types.varying_alike((in_rows(source), first, down))
     return [_gated_products(*operands, *options)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
-def _gated_products(source, gate, up, down, norm, activation, inner, dtype, adds):
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
+def _gated_products(source, first, down, norm, activation, inner, dtype, adds):
     """Multiplies activation(x @ gate) * (x @ up) by `down`, within `fp8_remat`.
 
-    x is [m, k], as in `_products`, and weights are [k, f] and [f, n]. The results of
-    the first matmuls have the dtype `inner`. One kernel reads both: it writes the codes
-    that the last matmul reads, and the copies of both, in groups of 16, that backward
-    reads. `down` is a weight with a bias [n] or None. With `adds` the last matmul adds
-    the norm's input, and the norm's gradient adds the gradient of the result.
+    x is [m, k], as in `_products`. `first` has the weights gate and up [k, f], or one
+    weight [k, 2 f] that holds both, gate first; its copies of results are in FP8. The
+    results of the first matmuls have the dtype `inner`. One kernel reads both: it
+    writes the codes that the last matmul reads, and the copies of both, in groups of
+    16, that backward reads. `down` is a weight [f, n] with a bias [n] or None. With
+    `adds` the last matmul adds the norm's input, and the norm's gradient adds the
+    gradient of the result.
     """
-    return _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds)[0]
+    return _gated_fwd(source, first, down, norm, activation, inner, dtype, adds)[0]
 
 
 @array_types.on_common_mesh
-def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds):
+def _gated_fwd(source, first, down, norm, activation, inner, dtype, adds):
     rows, saved = quantized_source(source, norm)
-    pair, of_pair = _forward(rows, ((gate, None), (up, None)), inner)
-    a, operands = quantized_gate(tuple(pair), activation)
+    results, of_first = _forward(rows, [(w, None) for w in first], inner)
+    pair = tuple(results)
+    if len(pair) == 1:
+        pair = pair[0].reshape(len(pair[0]), 2, -1)
+    a, operands = quantized_gate(pair, activation)
     (y,), of_down = _forward(a, (down,), dtype, source.x if adds else None)
-    a_scale, down_scale, *scales = tensor_scales(a, *of_down, rows, *of_pair)
-    outer = saved, (gate, up), scales
+    a_scale, down_scale, *scales = tensor_scales(a, *of_down, rows, *of_first)
+    outer = saved, first, scales
     down, bias = down
     return once(y), (outer, operands, down, (a_scale, down_scale), dtype_of(bias))
 
@@ -264,17 +269,19 @@ def _gated_bwd(norm, activation, inner, dtype, adds, residuals, dy):
     da = activation.constrained(da)
     if activation.saves == "copies":
         groups, largest_scale = jax.tree.map(scales_as_bits, saved)
-        pair, a = gate_gradient(
+        gradients, a = gate_gradient(
             groups, largest_scale, da, da_maxima, activation.function, a_scale
         )
+        # Codes are a tuple, too.
+        gradients = [gradients] if isinstance(gradients, Codes) else gradients
     else:
         wide, a = _gate_gradient_of_arrays(saved, da, activation, a_scale)
-        pair = [quantize_tensor(dx, E5M2, copies="both") for dx in wide]
+        gradients = [quantize_tensor(dx, E5M2, copies="both") for dx in wide]
     d_down = down.gradient(
         Scaled(a, a_scale), Scaled(gradient.transposed, gradient.scale)
     )
-    source, (d_gate, d_up) = _backward(outer, pair, norm, dy if adds else None)
-    return source, d_gate, d_up, (d_down, _bias_gradient(like, dy))
+    source, d_first = _backward(outer, gradients, norm, dy if adds else None)
+    return source, d_first, (d_down, _bias_gradient(like, dy))
 
 
 def _gate_gradient_of_arrays(operands, da, activation, a_scale):

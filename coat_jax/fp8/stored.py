@@ -1,6 +1,7 @@
 """Weights of FP8 matmuls, in the order of axes in which a program stores them."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -15,9 +16,10 @@ from pallas_kernels.dispatch import devices
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A weight w [*batch, k, n] of `x @ w`, perhaps stored as its transpose [n, k].
+    """A weight w [*batch, k, n] of `x @ w`, perhaps stored as its transpose [*n, k].
 
-    No array is transposed: codes and gradients are computed in the order of storage.
+    No array is transposed: codes and gradients are computed in the order of storage. A
+    transpose may have several axes of outputs, as a stack of gate and up has.
 
     Attributes:
       array: The weight, or its transpose.
@@ -29,10 +31,11 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of w."""
-        *batch, first, second = self.array.shape
-        axes = (second, first) if self.is_transposed else (first, second)
-        return (*batch, *axes)
+        """The shape of w, with its outputs as one axis."""
+        if not self.is_transposed:
+            return self.array.shape
+        *outputs, k = self.array.shape
+        return k, math.prod(outputs)
 
     def for_outputs(self) -> Scaled:
         """Returns E4M3 codes [n, k] and their scale or scales, which forward reads.
@@ -42,16 +45,16 @@ class Stored:
         the scale is the tensor's, for which each of them reads its own part.
         """
         if self.is_transposed and devices.is_alone():
-            return quantize_tokens(self.array)
+            return quantize_tokens(self._matrix)
         copies = "row" if self.is_transposed else "transposed"
-        codes = quantize_tensor(self.array, E4M3, copies=copies)
+        codes = quantize_tensor(self._matrix, E4M3, copies=copies)
         return Scaled(getattr(codes, copies), codes.scale)
 
     def for_inputs(self, scale: Float[Array, ""], after: Array | None) -> Array:
         """Returns E4M3 codes [k, n], which backward reads; see `quantize_tensor`."""
         copies = "transposed" if self.is_transposed else "row"
         options = {"scale": scale, "after": after}
-        codes = quantize_tensor(self.array, E4M3, copies=copies, **options)
+        codes = quantize_tensor(self._matrix, E4M3, copies=copies, **options)
         return getattr(codes, copies)
 
     def gradient(self, x: Scaled, dy: Scaled) -> "Stored":
@@ -59,4 +62,11 @@ class Stored:
         first, second = (dy, x) if self.is_transposed else (x, dy)
         codes, scales = (first.codes, second.codes), (first.scale, second.scale)
         product = matmul_codes(*codes, *scales, dtype=self.array.dtype)
-        return Stored(product, self.is_transposed)
+        return Stored(product.reshape(self.array.shape), self.is_transposed)
+
+    @property
+    def _matrix(self) -> Array:
+        """The array, with its outputs as one axis."""
+        if not self.is_transposed:
+            return self.array
+        return self.array.reshape(-1, self.array.shape[-1])

@@ -21,7 +21,7 @@ from coat_jax.fp8.fused import activated_product, gated_products, products
 from coat_jax.fp8.prologue import Prologue, Saves, Source
 from coat_jax.fp8.stored import Stored
 from coat_jax.fusion.experts import fuse_experts
-from coat_jax.fusion.halves import halves_of, split
+from coat_jax.fusion.halves import halves_of, is_moved, joined, split
 from coat_jax.fusion.operation import fused, traced
 from coat_jax.fusion.patterns import (
     Gate,
@@ -45,6 +45,7 @@ from coat_jax.programs.graph import (
 from coat_jax.programs.primitives import all_eqns, variables
 from coat_jax.quantization.formats import E4M3, Format
 from pallas_kernels.checks import WIDE
+from pallas_kernels.dispatch import devices
 from pallas_kernels.numerics import GROUP
 
 # Matmuls of one array, with results of one dtype and weights of one rank.
@@ -59,6 +60,8 @@ class FusedMatmul:
       calls: The matmuls, or the last one of a gated MLP.
       stored: The weights, in the order of axes in which the program stores them.
       pair: The matmuls of gate and up before it, or ().
+      whole: The array that has the weights of `pair` as its halves, gate first, if the
+        program has one and a single matmul can read it; or None.
       norm: The norm that the first matmuls read, if a kernel computes it.
       gate: The activation or gate that `calls` read, if a kernel computes it.
       biases: The sum of each result of `calls` and a bias, or None.
@@ -70,6 +73,7 @@ class FusedMatmul:
     calls: Sequence[core.JaxprEqn]
     stored: Mapping[core.Var, Stored]
     pair: Sequence[core.JaxprEqn] = ()
+    whole: Stored | None = None
     norm: NormMatch | None = None
     gate: Gate | None = None
     biases: Sequence[Sum | None] = ()
@@ -145,9 +149,15 @@ class FusedMatmul:
             return partial(activated_product, **options), (self.source.x, down, total)
         options |= {"norm": norm, "adds": self.total is not None}
         options["inner"] = self.pair[0].params["dtype"]
+        # Without copies backward reads gate and up as two arrays.
+        first = (self.whole,) if self.whole and saves == "copies" else self.of_gate
+        return partial(gated_products, **options), (self.source, first, down)
+
+    @property
+    def of_gate(self) -> tuple[Stored, ...]:
+        """The weights of gate and up."""
         weights = {call.outvars[0]: self.stored[call.invars[1]] for call in self.pair}
-        gate, up = (weights[v] for v in self.gate.operands)
-        return partial(gated_products, **options), (self.source, gate, up, down)
+        return tuple(weights[v] for v in self.gate.operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +214,8 @@ def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Ja
         replaced |= dict.fromkeys(map(id, removed), ())
     replaced |= {id(node.calls[0]): node.traced(saves) for node in nodes}
     # Weights are computed before the first matmul of their array.
-    weights = (stored.array for node in nodes for stored in node.stored.values())
+    weights = [stored.array for node in nodes for stored in node.stored.values()]
+    weights += [node.whole.array for node in nodes if node.whole]
     biases = (bias for node in nodes for _, bias in node.weights)
     early = graph.needed_for(variables((*weights, *biases)))
     eqns = [eqn for eqn in program.eqns if id(eqn) in early]
@@ -269,6 +280,7 @@ def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
             biases=[_bias(call, graph, fixed) for call in calls],
         )
         node.total = _total(node, graph)
+        node.whole = _whole(node, graph)
         nodes.append(node)
     return nodes
 
@@ -283,6 +295,23 @@ def _stored(weight: core.Var, graph: Graph) -> Stored:
         and isinstance(maker.invars[0], core.Var)
     )
     return Stored(maker.invars[0] if is_transposed else weight, is_transposed)
+
+
+def _whole(node: FusedMatmul, graph: Graph) -> Stored | None:
+    """Returns the array that has the weights of gate and up as its halves, or None.
+
+    Devices may share its outputs, and then its halves have other parts than it has.
+    """
+    if not node.pair or not devices.is_alone():
+        return None
+    gate, up = node.of_gate
+    if gate.is_transposed != up.is_transposed:
+        return None
+    whole = joined(gate.array, up.array, -2 if gate.is_transposed else -1, graph)
+    if whole is None:
+        return None
+    stored = Stored(whole, True) if gate.is_transposed else _stored(whole, graph)
+    return None if is_moved(stored.array, graph) else stored
 
 
 def _gates(graph: Graph, groups: Groups) -> Iterator[tuple[Any, tuple[Any, Gate]]]:

@@ -21,6 +21,8 @@ from coat_jax.programs.graph import Graph
 from coat_jax.programs.primitives import keeps_order
 from pallas_kernels.dispatch import devices
 
+_MOVES = "concatenate", "rev", "transpose"
+
 
 class Halves(NamedTuple):
     """A matmul of which a program reads the two halves of the columns, and no more.
@@ -94,6 +96,62 @@ def split(program: core.Jaxpr, matches: Sequence[Halves]) -> core.Jaxpr:
     replaced |= {id(match.matmul): match.traced() for match in matches}
     eqns = [new for eqn in program.eqns for new in replaced.get(id(eqn), [eqn])]
     return program.replace(eqns=eqns)
+
+
+def joined(
+    first: core.Var, second: core.Var, axis: int, graph: Graph
+) -> core.Var | None:
+    """Returns the array that two matrices are the halves of, in this order, or None.
+
+    Args:
+      first: The first half.
+      second: The second half.
+      axis: The axis of the matrices, -1 or -2, along which one follows the other. Along
+        the last but one, the array may have more axes before its last axis.
+      graph: The program.
+    """
+    cuts = [_cut_of(half, graph) for half in (first, second)]
+    if None in cuts or first.aval.shape != second.aval.shape:
+        return None
+    (whole, along, start, size), (other, *place) = cuts
+    if whole is not other or (start, place) != (0, [along, size, size]):
+        return None
+    shape, (rows, columns) = whole.aval.shape, first.aval.shape
+    if 2 * size != shape[along]:
+        return None
+    if axis == -1:
+        return whole if (shape, along) == ((rows, 2 * columns), 1) else None
+    # The halves lie in memory one after the other if all axes before theirs are one.
+    follows = math.prod(shape[:along]) == 1 and along < len(shape) - 1
+    return whole if follows and shape[-1] == columns else None
+
+
+def is_moved(array: core.Var, graph: Graph) -> bool:
+    """Returns whether a program moves elements to compute an array.
+
+    XLA reads a part of it where it was, and would move all of it.
+    """
+    maker = graph.makers.get(array)
+    while maker is not None and _passes(maker):
+        maker = graph.makers.get(maker.invars[0])
+    return maker is not None and maker.primitive.name in _MOVES
+
+
+def _cut_of(half: core.Var, graph: Graph) -> tuple[core.Var, int, int, int] | None:
+    """Returns array, axis, start and size of the cut that computes an array, or None.
+
+    Operations after the cut keep all elements in their order.
+    """
+    maker = graph.makers.get(half)
+    while maker is not None and (_passes(maker) or _is_squeeze(maker)):
+        half = maker.invars[0]
+        maker = graph.makers.get(half) if isinstance(half, core.Var) else None
+    if maker is None or not isinstance(maker.invars[0], core.Var):
+        return None
+    for axis, start, size, result in cuts_of(maker):
+        if result is half:
+            return maker.invars[0], axis, start, size
+    return None
 
 
 def _is_stack(weight: core.Var, graph: Graph) -> bool:
