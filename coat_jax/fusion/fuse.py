@@ -307,10 +307,11 @@ def _whole(node: FusedMatmul, graph: Graph) -> Stored | None:
     gate, up = node.of_gate
     if gate.is_transposed != up.is_transposed:
         return None
-    whole = joined(gate.array, up.array, -2 if gate.is_transposed else -1, graph)
-    if whole is None:
+    axis = -2 if gate.is_transposed else -1
+    array = joined(gate.array, up.array, axis, graph)
+    if array is None:
         return None
-    stored = Stored(whole, True) if gate.is_transposed else _stored(whole, graph)
+    stored = Stored(array, True) if gate.is_transposed else _stored(array, graph)
     return None if is_moved(stored.array, graph) else stored
 
 

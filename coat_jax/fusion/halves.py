@@ -113,17 +113,17 @@ def joined(
     cuts = [_cut_of(half, graph) for half in (first, second)]
     if None in cuts or first.aval.shape != second.aval.shape:
         return None
-    (whole, along, start, size), (other, *place) = cuts
-    if whole is not other or (start, place) != (0, [along, size, size]):
+    (array, along, start, size), (again, *place) = cuts
+    if array is not again or (start, place) != (0, [along, size, size]):
         return None
-    shape, (rows, columns) = whole.aval.shape, first.aval.shape
+    shape, (rows, columns) = array.aval.shape, first.aval.shape
     if 2 * size != shape[along]:
         return None
     if axis == -1:
-        return whole if (shape, along) == ((rows, 2 * columns), 1) else None
+        return array if (shape, along) == ((rows, 2 * columns), 1) else None
     # The halves lie in memory one after the other if all axes before theirs are one.
     follows = math.prod(shape[:along]) == 1 and along < len(shape) - 1
-    return whole if follows and shape[-1] == columns else None
+    return array if follows and shape[-1] == columns else None
 
 
 def is_moved(array: core.Var, graph: Graph) -> bool:

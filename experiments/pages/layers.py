@@ -105,7 +105,8 @@ def foreign() -> str:
         "layer in its `coat` recipe."
     )
     oldest = load("bench_foreign", f"bench_foreign_jax_{_VERSIONS[0]}")
-    return section(text, *_foreign(oldest), *_foreign(newest))
+    h200 = load("bench_foreign", "bench_foreign_h200")
+    return section(text, *_foreign(h200), *_foreign(oldest), *_foreign(newest))
 
 
 def _foreign(results: dict[str, Any]) -> tuple[str, str]:

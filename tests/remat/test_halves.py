@@ -144,7 +144,7 @@ APART = " ".join(2 * [f"bfloat16[{TOKENS},1,{F}]"])
     [("split", IN_ONE), ("swapped", APART), ("a stack [2, k, f]", APART)],
 )
 def test_one_kernel_computes_the_gate(name, expected):
-    """One matmul computes both halves if gate comes first and no weight is moved."""
+    """A single matmul computes both halves if gate comes first and no weight moves."""
     weights, x, _ = arguments()
     assert gates(fp8_remat(mlp(WAYS[name])), weights, x) == {expected}
 
