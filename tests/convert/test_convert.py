@@ -229,8 +229,8 @@ def test_functions_are_one_block():
     x = jax.random.normal(keys[2], (64, WIDTH))
     light = coat.fp8(mlp, matmuls="first")
 
-    # Tokens have a scale each, and weights one in all.
-    h = fake(np.asarray(x), WIDTH) @ fake(np.asarray(first)).T
+    # Tokens and outputs have a scale each.
+    h = fake(np.asarray(x), WIDTH) @ fake(np.asarray(first), WIDTH).T
     expected = np.asarray(second) @ np.tanh(h).T
     assert_close(light(params, x), expected, 1e-5)
     assert fp8_parameters(lambda p: light(p, x, scale=2.0), params) == {"first"}
