@@ -1,5 +1,6 @@
 """Functions of arrays on meshes, with explicit axes or automatic ones."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,9 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
       result: The result of `fn`, or a tree of arrays of the same types. The wrapped
         function's results get the shardings of these arrays; where an array is on no
         mesh, its result gets the sharding of `like`.
+
+    Raises:
+      ValueError: By the wrapped function, if an argument or a result is "unreduced".
     """
     here = jax.typeof(like).sharding
     explicit = here.mesh.explicit_axes
@@ -30,7 +34,27 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
         return fn
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, result)
     shardings = jax.tree.map(lambda s: here if s.mesh.empty else s, shardings)
-    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)
+    return _automatic(fn, explicit, shardings)
+
+
+def automatic(x: Array) -> Array:
+    """Returns an array for use where explicit mesh axes are automatic.
+
+    It is as `jax.sharding.auto_axes` passes its arguments on.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    explicit = set(jax.typeof(x).sharding.mesh.explicit_axes)
+    if explicit <= set(here.explicit_axes):
+        return x
+    return jax.sharding.reshard(x, P(*[None] * x.ndim))
+
+
+def explicit(x: Array, sharding: jax.sharding.Sharding) -> Array:
+    """Returns an array with `sharding` in its type if that has explicit mesh axes."""
+    explicit = set(sharding.mesh.explicit_axes)
+    if explicit <= set(jax.typeof(x).sharding.mesh.explicit_axes):
+        return x
+    return jax.sharding.reshard(x, sharding)
 
 
 def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
@@ -50,7 +74,29 @@ def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
     out = jax.tree.map(
         lambda tokens: jax.NamedSharding(where.mesh, P(*where.spec[:tokens])), results
     )
-    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out)
+    return _automatic(fn, explicit, out)
+
+
+def _automatic(fn: Callable, axes: tuple[str, ...], out: Any) -> Callable:
+    """Wraps a function so that mesh axes are automatic within it.
+
+    The wrapped function raises a `ValueError` if the sums of arguments or results over
+    devices are left to others: XLA would not know that.
+    """
+    inner = jax.sharding.auto_axes(fn, axes=axes, out_sharding=out)
+
+    @functools.wraps(fn)
+    def wrapped(*args):
+        of_args = [jax.typeof(x).sharding for x in jax.tree.leaves(args)]
+        for sharding in (*of_args, *jax.tree.leaves(out)):
+            if array_types.is_partial(sharding):
+                raise ValueError(
+                    "FP8 takes and returns arrays that are added up over all devices, "
+                    f"got the sharding {sharding.spec}"
+                )
+        return inner(*args)
+
+    return wrapped
 
 
 def sharded_like(x: Array, y: Array) -> Array:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from coat_jax.convert.record import (
     ACTIVATIONS,
@@ -27,6 +29,7 @@ from coat_jax.fp8.ragged_dot import fp8_ragged_dot, fp8_ragged_dot_p
 from coat_jax.programs.graph import embedded, inlined, is_plain_call
 from coat_jax.programs.primitives import variables
 from pallas_kernels import versions
+from pallas_kernels.dispatch.array_types import is_partial
 
 # The default rule chooses matmuls with so many inputs and outputs, in multiples of
 # `_MULTIPLE`, which kernels need. Smaller ones gain nothing.
@@ -135,6 +138,8 @@ class Conversion:
         types = [v.aval for v in (*operands, *eqn.outvars)]
         if not all(map(_is_wide_float, types)):
             return 0, f"a matmul of {types[0].dtype} and {types[1].dtype}"
+        if any(is_partial(aval.sharding) for aval in types):
+            return 0, "devices' parts are added up later"
         (side,) = weights
         if side == 0 and eqn.primitive.name == _RAGGED:
             return 0, "its rows in groups are a parameter"
@@ -353,12 +358,16 @@ def _matmul(*operands: jax.Array, eqn: core.JaxprEqn, side: int) -> jax.Array:
             out_sharding=sharding,
         )
     # The activations come first, and the axes of the result in their own order again.
-    first = operands[0].ndim - len(contract[0]) - len(batch[0])
+    batches, rank = len(batch[0]), eqn.outvars[0].aval.ndim
+    first = batches + operands[0].ndim - len(contract[0]) - len(batch[0])
+    swapped = *range(batches), *range(first, rank), *range(batches, first)
+    if sharding is not None:
+        spec = eqn.outvars[0].aval.sharding.spec  # It has an entry for each axis.
+        sharding = NamedSharding(sharding.mesh, P(*(spec[axis] for axis in swapped)))
     y = fp8_dot_general(
-        *operands[::-1], (contract[::-1], batch[::-1]), preferred_element_type=dtype
+        *operands[::-1],
+        (contract[::-1], batch[::-1]),
+        preferred_element_type=dtype,
+        out_sharding=sharding,
     )
-    batches = len(batch[0])
-    back = y.ndim - first
-    order = *range(batches), *range(back, y.ndim), *range(batches, back)
-    y = lax.transpose(y, order)
-    return y if sharding is None else jax.sharding.reshard(y, sharding)
+    return lax.transpose(y, [swapped.index(axis) for axis in range(rank)])

@@ -1,9 +1,9 @@
 """The description of operations before FP8 matmuls, as `fp8_remat` finds them."""
 
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend import core
 from jaxtyping import Array
 
@@ -21,7 +21,8 @@ class Mark(NamedTuple):
     """A sharding constraint or a name that a program gives to an array.
 
     Attributes:
-      primitive: The primitive that marks an array: `sharding_constraint` or `name`.
+      primitive: The primitive that marks an array: `sharding_constraint`, `reshard` or
+        `name`.
       params: The parameters of the primitive, by name.
       shape: The shape of the array in the program.
     """
@@ -37,8 +38,14 @@ class Mark(NamedTuple):
 
     def __call__(self, x: Array) -> Array:
         """Marks an array of as many elements, in the same order."""
-        marked = self.primitive.bind(x.reshape(self.shape), **dict(self.params))
-        return marked.reshape(x.shape)
+        return self._bind(x.reshape(self.shape)).reshape(x.shape)
+
+    def _bind(self, x: Array) -> Array:
+        params = dict(self.params)
+        if self.primitive.name == "reshard":
+            # Explicit mesh axes are automatic where kernels run.
+            return lax.with_sharding_constraint(x, params["dst_sharding"].spec)
+        return self.primitive.bind(x, **params)
 
     @property
     def is_name(self) -> bool:
@@ -47,8 +54,7 @@ class Mark(NamedTuple):
 
     def on_all(self, arrays: Any) -> Any:
         """Gives a name to arrays of any shapes."""
-        bind = partial(self.primitive.bind, **dict(self.params))
-        return jax.tree.map(bind, arrays)
+        return jax.tree.map(self._bind, arrays)
 
 
 # Kernels of norms and gates save FP8 copies of their inputs, in groups of 16; or the

@@ -3,7 +3,8 @@
 A program is found by its arithmetic, not by the names of functions. Casts between
 floating dtypes, such as those that Flax inserts, and marks do not count: kernels
 compute in float32 and round once. Marks are sharding constraints, names, barriers of
-one array, and the casts of `shard_map`, which say over which devices an array varies.
+one array, the casts of `shard_map`, which say over which devices an array varies, and
+those between explicit and automatic mesh axes, which say how it is split.
 """
 
 import functools
@@ -13,11 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import NamedSharding
 
 from coat_jax.programs.graph import Graph
 from coat_jax.programs.primitives import keeps_order, number_of, variables
+from pallas_kernels.dispatch.array_types import is_partial
 
-MARKS = frozenset({"name", "optimization_barrier", "sharding_constraint"})
+MARKS = frozenset({"name", "optimization_barrier", "reshard", "sharding_constraint"})
 CASTS = MARKS | {"convert_element_type", "copy", "pcast", "pvary"}
 _MOVES = frozenset({"broadcast_in_dim", "reshape"})
 _FUNCTIONS = frozenset({"erf", "erfc", "logistic", "rsqrt", "sqrt", "tanh"})
@@ -62,7 +65,21 @@ class _UnknownError(Exception):
 
 def is_known(eqn: core.JaxprEqn) -> bool:
     """Returns whether the algebra knows an operation, which has one result then."""
-    return eqn.primitive.name in _KNOWN and len(eqn.outvars) == 1
+    is_named = eqn.primitive.name in _KNOWN and len(eqn.outvars) == 1
+    return is_named and not _adds_up(eqn)
+
+
+def is_mark(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is a mark."""
+    return eqn.primitive.name in MARKS and not _adds_up(eqn)
+
+
+def _adds_up(eqn: core.JaxprEqn) -> bool:
+    """Returns whether a new sharding of an array adds up what devices have of it."""
+    if eqn.primitive.name != "reshard":
+        return False
+    shardings = eqn.invars[0].aval.sharding, eqn.params["dst_sharding"]
+    return any(map(is_partial, shardings))
 
 
 def term_of(
@@ -194,9 +211,18 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
 
 
 def _is_placed(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation says how a mesh splits its result."""
-    shardings = eqn.params.get("sharding"), eqn.params.get("out_sharding")
-    return any(s is not None and any(getattr(s, "spec", ["?"])) for s in shardings)
+    """Returns whether an operation says how a mesh splits its result.
+
+    On explicit mesh axes all results say so, and kernels may split them in another way.
+    """
+    for sharding in (eqn.params.get("sharding"), eqn.params.get("out_sharding")):
+        if sharding is None:
+            continue
+        if not isinstance(sharding, NamedSharding) or is_partial(sharding):
+            return True
+        if any(sharding.spec) and not sharding.mesh.explicit_axes:
+            return True
+    return False
 
 
 def _chosen(name: str, operands: list[_Value]) -> _Value:

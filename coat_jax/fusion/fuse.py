@@ -42,7 +42,7 @@ from coat_jax.programs.graph import (
     is_plain_call,
     renamed,
 )
-from coat_jax.programs.primitives import all_eqns, variables
+from coat_jax.programs.primitives import all_eqns, makes_automatic, variables
 from coat_jax.quantization.formats import E4M3, Format
 from pallas_kernels.checks import WIDE
 from pallas_kernels.dispatch import devices
@@ -117,14 +117,15 @@ class FusedMatmul:
         """Returns the operations of the fused form, in the place of the last call."""
         form, operands = self._form(saves)
         types = [call.outvars[0].aval for call in self.calls]
-        types += [] if self.passed is None else [self.passed.aval]
         marks = [marks_of(bias.eqns) if bias else () for bias in self.biases]
         if self.total:
             marks = [(*marks[0], *marks_of(self.total.eqns))]
         leaves, tree = jax.tree.flatten(operands)
 
         def marked(*arrays):
-            ys = fused(form, tree, types, arrays)
+            # The source comes first among the operands, and may be passed on.
+            passed = [] if self.passed is None else [jax.typeof(arrays[0])]
+            ys = fused(form, tree, (*types, *passed), arrays)
             for i, of_result in enumerate(marks):
                 for mark in of_result:
                     ys[i] = mark(ys[i])
@@ -288,6 +289,8 @@ def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
 def _stored(weight: core.Var, graph: Graph) -> Stored:
     """Returns a weight as the program stores it: transposed, if it transposes it."""
     maker = graph.makers.get(weight)
+    if maker is not None and makes_automatic(maker):
+        maker = graph.makers.get(maker.invars[0])
     is_transposed = (
         maker is not None
         and maker.primitive.name == "transpose"

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from coat_jax import meshes
 from coat_jax.fp8.primitive import Types, bind, new_primitive
 from coat_jax.programs.graph import embedded
 from pallas_kernels.dispatch import operations
@@ -34,14 +35,24 @@ def traced(
 ) -> list[core.JaxprEqn]:
     """Returns the operations of a function, for use in a program.
 
+    Where the axes of a mesh are explicit, FP8 matmuls take arrays on automatic axes. So
+    does `fn`, whatever axes the program's variables have.
+
     Args:
       fn: A function of arrays.
       operands: The variables of the program that it takes.
       results: The variables of the program that it computes.
       like: An operation, from which the new ones take their place in the user's code.
     """
+
+    def placed(*arrays):
+        with like.ctx.manager:
+            ys = fn(*map(meshes.automatic, arrays))
+        pairs = zip(ys, results, strict=True)
+        return [meshes.explicit(y, v.aval.sharding) for y, v in pairs]
+
     with operations.unexplained():  # It runs later.
-        closed = jax.make_jaxpr(fn)(*(v.aval for v in operands))
+        closed = jax.make_jaxpr(placed)(*(v.aval for v in operands))
     eqns, _ = embedded(closed.jaxpr, operands, results)
     return [eqn.replace(source_info=like.source_info) for eqn in eqns]
 

@@ -20,18 +20,23 @@ from coat_jax.fp8.prologue import Mark, Norm, Source
 from coat_jax.fusion.algebra import (
     CASTS,
     DTYPES,
-    MARKS,
     MAX_STEPS,
     Role,
     Term,
     arguments_of,
     before_casts,
     is_known,
+    is_mark,
     is_number,
     term_of,
 )
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
-from coat_jax.programs.primitives import keeps_order, number_of, variables
+from coat_jax.programs.primitives import (
+    keeps_order,
+    makes_automatic,
+    number_of,
+    variables,
+)
 from pallas_kernels import Activation, NormKind
 
 Eqns = tuple[core.JaxprEqn, ...]
@@ -118,8 +123,11 @@ def marks_of(eqns: Sequence[core.JaxprEqn]) -> tuple[Mark, ...]:
 
     Barriers are left out, because the kernel is a barrier itself.
     """
-    primitives = MARKS - {"optimization_barrier"}
-    return tuple(Mark.of(eqn) for eqn in eqns if eqn.primitive.name in primitives)
+    return tuple(
+        Mark.of(eqn)
+        for eqn in filter(is_mark, eqns)
+        if not (eqn.primitive.name == "optimization_barrier" or makes_automatic(eqn))
+    )
 
 
 def norm_of(y: core.Var, graph: Graph, fixed: Collection[core.Var]) -> NormMatch | None:
@@ -351,7 +359,7 @@ def _sums(result: core.Var, graph: Graph) -> Iterator[tuple[Sum, core.Var]]:
         if reader is graph.program or len(reader.outvars) > 1:
             return
         name = reader.primitive.name
-        if name not in MARKS | {"add", "reshape"}:
+        if name not in ("add", "reshape") and not is_mark(reader):
             return
         if name == "reshape" and not keeps_order(reader):
             return

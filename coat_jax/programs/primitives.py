@@ -16,6 +16,7 @@ from jax.experimental.hijax import AbstractRef
 from jax.extend import core
 
 from pallas_kernels import versions
+from pallas_kernels.dispatch import array_types
 
 Operand = core.Var | core.Literal
 
@@ -157,6 +158,19 @@ def is_stateful(eqn: core.JaxprEqn) -> bool:
         return True
     bodies = versions.bodies_in_params(eqn.params)
     return any(is_stateful(inner) for body in bodies for inner in body.eqns)
+
+
+def makes_automatic(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation makes explicit mesh axes automatic, and no more.
+
+    `jax.sharding.auto_axes` does this to its arguments. No data move.
+    """
+    if eqn.primitive.name != "reshard":
+        return False
+    new, old = eqn.params["dst_sharding"], eqn.invars[0].aval.sharding
+    return not (
+        any(new.spec) or array_types.is_partial(new) or array_types.is_partial(old)
+    )
 
 
 def keeps_order(reshape: core.JaxprEqn) -> bool:

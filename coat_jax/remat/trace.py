@@ -22,6 +22,7 @@ from coat_jax.programs.primitives import (
     is_kernel,
     is_layout,
     kind_of,
+    makes_automatic,
 )
 from coat_jax.quantization import array, formats
 from coat_jax.remat.notes import Note
@@ -133,6 +134,8 @@ class Linearized:
     def is_argument(self, index: int) -> bool:
         """Returns whether residual `index` is an argument or a constant."""
         jaxpr, var = self.forward.jaxpr, self.residuals[index]
+        while (maker := maker_of(jaxpr, var)) and makes_automatic(maker):
+            (var,) = maker.invars
         return not isinstance(var, core.Var) or var in (*jaxpr.invars, *jaxpr.constvars)
 
     def note(self, index: int) -> Note | None:

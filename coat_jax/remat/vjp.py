@@ -269,10 +269,10 @@ def _with_fp8_residuals(
         ways = [(index, *way) for index, way in enumerate(plans)]
         ways += [(extra.index, extra.var, extra.copy) for extra in planned.extras]
         save = partial(_save, traced, key=key, options=options)
-        saved = [
-            save(number, *way, x)
-            for number, (way, x) in enumerate(zip(ways, given, strict=True))
-        ]
+        saved = []
+        for number, (way, x) in enumerate(zip(ways, given, strict=True)):
+            with array_types.context_of(x):
+                saved.append(save(number, *way, x))
         needed = zip((*traced.forward.consts, *args), planned.needed, strict=True)
         references = [x if is_needed else None for x, is_needed in needed]
         return outputs, (references, saved, planned)
@@ -286,10 +286,11 @@ def _with_fp8_residuals(
             if isinstance(kept, Copy | Wide) and kept.offloaded:
                 x = jax.device_put(x, jax.memory.Space.Device)
             if isinstance(kept, Copy):
-                values = read_copy(_with_bits(x), fused=kept.fused)
-                if kept.merged:
-                    values = values.reshape(*values.shape[:-1], *kept.merged)
-                return values
+                with array_types.context_of(x.codes):
+                    values = read_copy(_with_bits(x), fused=kept.fused)
+                    if kept.merged:
+                        values = values.reshape(*values.shape[:-1], *kept.merged)
+                    return values
             return references[kept] if isinstance(kept, int) else x
 
         ways = *planned.kept, *(extra.copy for extra in planned.extras)

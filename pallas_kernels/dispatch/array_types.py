@@ -4,6 +4,7 @@ On a mesh with automatic or explicit axes a type has the mesh. Within `shard_map
 also has the mesh axes over which the values differ.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,26 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
         if mesh.size > 1 or mesh.explicit_axes:
             return mesh
     return None
+
+
+def is_partial(sharding: NamedSharding) -> bool:
+    """Returns whether the parts that devices have are still to be added up.
+
+    On explicit mesh axes arrays, or their gradients, may be `unreduced`.
+    """
+    return bool(sharding.spec.unreduced or sharding.spec.reduced)
+
+
+def context_of(x: Array) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which operations take `x`.
+
+    Where axes of the mesh are explicit, arrays within `jax.sharding.auto_axes` have
+    types on the same mesh with automatic axes.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty or not jax.sharding.get_abstract_mesh().explicit_axes:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def on_common_mesh(fn: Callable) -> Callable:

@@ -75,6 +75,15 @@ def test_an_ambiguous_result_is_refused_as_by_dot_general():
             coat.fp8_dot_general(x, w, NUMBERS)
 
 
+def test_sums_that_are_left_to_others_are_refused():
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    with jax.set_mesh(mesh):
+        x, w = _arrays(P(None, "x"), P("x", None))
+        sums = P(None, None, unreduced={"x"})
+        with pytest.raises(ValueError, match=r"unreduced=\{'x'\}"):
+            coat.fp8_dot_general(x, w, NUMBERS, out_sharding=sums)
+
+
 @pytest.mark.parametrize("flax", ["linen", "nnx"])
 def test_data_parallel_training_with_flax(flax):
     mesh = jax.make_mesh((8,), ("data",))

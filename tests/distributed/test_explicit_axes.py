@@ -1,0 +1,166 @@
+"""Tests that users' layers are fused on explicit mesh axes as on automatic ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import coat_jax as coat
+from experiments.bench import foreign
+from experiments.common.layer_cases import Shape
+
+pytestmark = [pytest.mark.distributed, pytest.mark.internals]
+NUMBERS = (((1,), (0,)), ((), ()))
+SHAPES = {"norm": (64,), "gate": (64, 96), "up": (64, 96), "down": (96, 64)}
+SHAPES |= {"bias": (64,)}
+COLUMNS = {"gate": P(None, "y"), "up": P(None, "y"), "down": P("y", None)}
+
+
+def on(mesh, array, spec):
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
+
+
+def numbers(shapes):
+    """Returns an array of each shape, in BF16."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {
+        name: jax.random.normal(key, shape, jnp.bfloat16) / 8
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def as_it_is(x, spec):
+    del spec
+    return x
+
+
+def moved(x, spec):
+    """Says how an array is split, in the words of either kind of axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    if mesh.explicit_axes:
+        return jax.sharding.reshard(x, spec)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def mlp(params, x, mark=as_it_is):
+    """Computes a gated MLP of an RMSNorm, with a bias, on the residual stream."""
+    explicit = jax.typeof(x).sharding.mesh.explicit_axes
+    specs = {"out_sharding": jax.typeof(x).sharding} if explicit else {}
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    h = (wide * jax.lax.rsqrt(mean + 1e-5)).astype(x.dtype) * params["norm"]
+    h = mark(h, P("x", None))
+    gate, up = (coat.fp8_dot_general(h, params[k], NUMBERS) for k in ("gate", "up"))
+    a = mark(nnx.silu(gate) * up, P("x", "y"))
+    y = coat.fp8_dot_general(a, params["down"], NUMBERS, **specs)
+    return x + (y + params["bias"])
+
+
+def results(fn, params, x):
+    y, pullback = jax.vjp(coat.fp8_remat(fn), params, x)
+    return y, *pullback(jnp.cos(x).astype(y.dtype))
+
+
+def saved(fn, params, *xs):
+    """Returns the arrays that backward reads, and as what."""
+    report = coat.residual_report(coat.fp8_remat(fn), params, *xs)
+    return sorted((row.shape, str(row.dtype), row.kept) for row in report.rows)
+
+
+def wide(tree):
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(jax.device_get(tree))]
+
+
+@pytest.mark.parametrize(
+    ("specs", "mark"),
+    [({}, as_it_is), (COLUMNS, as_it_is), (COLUMNS, moved)],
+    ids=["batch", "columns", "columns, marked"],
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_layers_have_the_bits_and_the_copies_of_one_device(specs, mark, jit):
+    def fn(params, x):
+        return mlp(params, x, mark)
+
+    arrays = numbers(SHAPES | {"x": (128, 64)})
+    x = arrays.pop("x")
+    compiled = jax.jit(results, static_argnums=0)
+    alone, of_one = compiled(fn, arrays, x), saved(fn, arrays, x)
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        params = {k: on(mesh, w, specs.get(k, P())) for k, w in arrays.items()}
+        x = on(mesh, x, P("x", None))
+        y, of_params, of_x = (compiled if jit else results)(fn, params, x)
+        assert saved(fn, params, x) == of_one
+    assert jax.typeof(y) == jax.typeof(of_x) == jax.typeof(x)
+    assert jax.tree.map(jax.typeof, of_params) == jax.tree.map(jax.typeof, params)
+    for a, b in zip(wide((y, of_params, of_x)), wide(alone), strict=True):
+        # Devices add up in another order.
+        np.testing.assert_allclose(a, b, rtol=0, atol=0.01 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("name", ["llama", "vision transformer"])
+def test_layers_of_flax_have_the_bits_of_automatic_axes(name):
+    shape = Shape(
+        hidden=128, seq=16, batch=4, intermediate=128, kv_heads=2, head_dim=32
+    )
+
+    def of_axes(kind):
+        mesh = mesh_of(kind)
+        with jax.set_mesh(mesh):
+            fn, params = foreign.case_of(name, "both", shape)
+            leaves, tree = jax.tree.flatten(params)
+            arrays = numbers({str(i): leaf.shape for i, leaf in enumerate(leaves)})
+            arrays = [
+                on(mesh, a.astype(leaf.dtype), P())
+                for a, leaf in zip(arrays.values(), leaves, strict=True)
+            ]
+            params = jax.tree.unflatten(tree, arrays)
+            x = on(mesh, numbers({"x": (4, 16, 128)})["x"], P("x"))
+            out = jax.jit(results, static_argnums=0)(fn, params, x)
+            return saved(fn, params, x), wide(out)
+
+    copies, automatic = of_axes(AxisType.Auto)
+    assert any("groups of 16" in kept for *_, kept in copies)
+    again, explicit = of_axes(AxisType.Explicit)
+    assert copies == again
+    for a, b in zip(explicit, automatic, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_weight_may_come_first():
+    def fn(params, x):
+        explicit = jax.sharding.get_abstract_mesh().explicit_axes
+        where = {"out_sharding": P("y", "x")} if explicit else {}
+        return jnp.einsum("of,bf->ob", params["w"], x, **where)
+
+    arrays = numbers({"w": (256, 128), "x": (64, 128)})
+    alone = coat.fp8(fn)({"w": arrays["w"]}, arrays["x"])
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        w, x = (on(mesh, array, P(None, "y")) for array in arrays.values())
+        y = coat.fp8(fn)({"w": w}, x)
+    assert jax.typeof(y).sharding.spec == P("y", "x")
+    np.testing.assert_allclose(*wide((y, alone)), rtol=0, atol=0.02)
+
+
+def test_matmuls_that_leave_sums_to_others_stay():
+    def fn(params, x):
+        sums = P(None, None, unreduced={"y"})
+        y = jax.lax.dot_general(x, params["w"], NUMBERS, out_sharding=sums)
+        return jax.sharding.reshard(y, P(None, None))
+
+    arrays = numbers({"w": (128, 256), "x": (64, 128)})
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        w, x = on(mesh, arrays["w"], P("y", None)), on(mesh, arrays["x"], P(None, "y"))
+        with pytest.raises(ValueError, match="devices' parts are added up later"):
+            coat.fp8(fn)({"w": w}, x)
