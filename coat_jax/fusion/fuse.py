@@ -8,7 +8,7 @@ or a gate before the matmuls, and adds biases and the residual stream after them
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -205,10 +205,10 @@ def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Ja
         return program
     program = deduplicated(inlined(program, is_plain_call))
     params = [v for v, p in zip(program.invars, is_param, strict=True) if p]
-    program = _with_halves(program, params)
+    program, wholes = _with_halves(program, params)
     graph = Graph(program)
     fixed = graph.following(params)
-    nodes = _nodes(graph, fixed)
+    nodes = _nodes(graph, fixed, wholes)
     replaced: dict[int, Sequence[core.JaxprEqn]] = _passed_on(nodes, graph)
     for node in nodes:
         removed = (eqn for eqn in node.eqns if not fixed.issuperset(eqn.outvars))
@@ -226,13 +226,18 @@ def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Ja
     return program.replace(eqns=eqns)
 
 
-def _with_halves(program: core.Jaxpr, params: Sequence[core.Var]) -> core.Jaxpr:
-    """Returns a program with two matmuls for one of gate and up, where a gate fuses."""
+def _with_halves(
+    program: core.Jaxpr, params: Sequence[core.Var]
+) -> tuple[core.Jaxpr, set[core.Var]]:
+    """Returns a program with two matmuls for one of gate and up, where a gate fuses.
+
+    Returns the weights of these single matmuls as well.
+    """
     graph = Graph(program)
     matches = [halves_of(eqn, graph) for eqn in program.eqns if is_fp8(eqn)]
     matches = [match for match in matches if match]
     if not matches:
-        return program
+        return program, set()
     trial = Graph(split(program, matches))
     groups = _groups(trial, trial.following(params))
     pairs = [pair for _, (pair, _) in _gates(trial, groups)]
@@ -244,9 +249,11 @@ def _with_halves(program: core.Jaxpr, params: Sequence[core.Var]) -> core.Jaxpr:
         return half in results
 
     fused_ones = [match for match in matches if is_fused(match.results[0])]
-    if len(fused_ones) == len(matches):
-        return trial.program
-    return split(program, fused_ones)
+    if len(fused_ones) < len(matches):
+        program = split(program, fused_ones)
+    else:
+        program = trial.program
+    return program, {match.matmul.invars[1] for match in fused_ones}
 
 
 def _groups(graph: Graph, fixed: set[core.Var]) -> Groups:
@@ -259,8 +266,16 @@ def _groups(graph: Graph, fixed: set[core.Var]) -> Groups:
     return groups
 
 
-def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
-    """Returns the fused matmuls of a program; `fixed` follows from parameters."""
+def _nodes(
+    graph: Graph, fixed: set[core.Var], wholes: Collection[core.Var]
+) -> list[FusedMatmul]:
+    """Returns the fused matmuls of a program.
+
+    Args:
+      graph: The program.
+      fixed: The variables that follow from parameters.
+      wholes: The weights of gate and up in one that the user's program multiplies by.
+    """
     groups = _groups(graph, fixed)
     gates = dict(_gates(graph, groups))
     pairs = [key for key, _ in gates.values()]
@@ -281,7 +296,7 @@ def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
             biases=[_bias(call, graph, fixed) for call in calls],
         )
         node.total = _total(node, graph)
-        node.whole = _whole(node, graph)
+        node.whole = _whole(node, graph, wholes)
         nodes.append(node)
     return nodes
 
@@ -300,10 +315,14 @@ def _stored(weight: core.Var, graph: Graph) -> Stored:
     return Stored(maker.invars[0] if is_transposed else weight, is_transposed)
 
 
-def _whole(node: FusedMatmul, graph: Graph) -> Stored | None:
+def _whole(
+    node: FusedMatmul, graph: Graph, wholes: Collection[core.Var]
+) -> Stored | None:
     """Returns the array that has the weights of gate and up as its halves, or None.
 
-    Devices may share its outputs, and then its halves have other parts than it has.
+    Devices may share its outputs, and then its halves have other parts than it has. An
+    array [k, 2 f] has one scale, so it is read at once only if it is one of `wholes`:
+    where a program multiplies by its halves, these have a scale each.
     """
     if not node.pair or not devices.is_alone():
         return None
@@ -315,7 +334,9 @@ def _whole(node: FusedMatmul, graph: Graph) -> Stored | None:
     if array is None:
         return None
     stored = Stored(array, True) if gate.is_transposed else _stored(array, graph)
-    return None if is_moved(stored.array, graph) else stored
+    if is_moved(stored.array, graph) or not (stored.is_transposed or array in wholes):
+        return None
+    return stored
 
 
 def _gates(graph: Graph, groups: Groups) -> Iterator[tuple[Any, tuple[Any, Gate]]]:

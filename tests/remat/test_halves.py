@@ -204,6 +204,22 @@ def test_a_stack_of_three_is_no_pair():
     assert_follows_autodiff(fn, dy, weights, x)
 
 
+@pytest.mark.parametrize("small", [0, 1])
+def test_halves_that_are_multiplied_apart_have_a_scale_each(small):
+    (w, down), x, dy = arguments()
+    halves = [slice(None, F), slice(F, None)]
+    w = w.at[:, halves[small]].mul(1e-6)
+
+    def fn(weights, x):
+        w, down = weights
+        gate, up = (linear(x, w[:, half]) for half in halves)
+        return linear(silu(gate, up), down)
+
+    weights = w.astype(BF16), down.astype(BF16)
+    assert gates(fp8_remat(fn), weights, x) == {APART}
+    assert_follows_autodiff(fn, dy, weights, x)
+
+
 def test_one_matmul_of_a_stack_computes_what_two_do():
     ((w, down), x, dy) = arguments()
     stack, down = w.astype(BF16).T.reshape(2, F, K), down.astype(BF16)
@@ -346,7 +362,7 @@ def with_and_without(fn, weights, x, monkeypatch):
 
     actual = program()
     with monkeypatch.context() as patch:
-        patch.setattr(fuse, "_with_halves", lambda program, params: program)
+        patch.setattr(fuse, "_with_halves", lambda program, params: (program, set()))
         return actual, program()
 
 
