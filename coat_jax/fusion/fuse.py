@@ -42,7 +42,7 @@ from coat_jax.programs.graph import (
     is_plain_call,
     renamed,
 )
-from coat_jax.programs.primitives import all_eqns, makes_automatic, variables
+from coat_jax.programs.primitives import all_eqns, keeps_parts, variables
 from coat_jax.quantization.formats import E4M3, Format
 from pallas_kernels.checks import WIDE
 from pallas_kernels.dispatch import devices
@@ -304,7 +304,7 @@ def _nodes(
 def _stored(weight: core.Var, graph: Graph) -> Stored:
     """Returns a weight as the program stores it: transposed, if it transposes it."""
     maker = graph.makers.get(weight)
-    if maker is not None and makes_automatic(maker):
+    if maker is not None and keeps_parts(maker):
         maker = graph.makers.get(maker.invars[0])
     is_transposed = (
         maker is not None

@@ -33,7 +33,7 @@ from coat_jax.fusion.algebra import (
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
 from coat_jax.programs.primitives import (
     keeps_order,
-    makes_automatic,
+    keeps_parts,
     number_of,
     variables,
 )
@@ -126,7 +126,7 @@ def marks_of(eqns: Sequence[core.JaxprEqn]) -> tuple[Mark, ...]:
     return tuple(
         Mark.of(eqn)
         for eqn in filter(is_mark, eqns)
-        if not (eqn.primitive.name == "optimization_barrier" or makes_automatic(eqn))
+        if not (eqn.primitive.name == "optimization_barrier" or keeps_parts(eqn))
     )
 
 

@@ -160,17 +160,17 @@ def is_stateful(eqn: core.JaxprEqn) -> bool:
     return any(is_stateful(inner) for body in bodies for inner in body.eqns)
 
 
-def makes_automatic(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation makes explicit mesh axes automatic, and no more.
+def keeps_parts(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is a new sharding by which no data move.
 
-    `jax.sharding.auto_axes` does this to its arguments. No data move.
+    `jax.sharding.auto_axes` makes explicit mesh axes of its arguments automatic.
     """
     if eqn.primitive.name != "reshard":
         return False
     new, old = eqn.params["dst_sharding"], eqn.invars[0].aval.sharding
-    return not (
-        any(new.spec) or array_types.is_partial(new) or array_types.is_partial(old)
-    )
+    if any(map(array_types.is_partial, (new, old))):
+        return False
+    return new == old or not (new.mesh.explicit_axes or any(new.spec))
 
 
 def keeps_order(reshape: core.JaxprEqn) -> bool:

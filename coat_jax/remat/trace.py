@@ -21,8 +21,8 @@ from coat_jax.programs.primitives import (
     has_pole,
     is_kernel,
     is_layout,
+    keeps_parts,
     kind_of,
-    makes_automatic,
 )
 from coat_jax.quantization import array, formats
 from coat_jax.remat.notes import Note
@@ -134,7 +134,7 @@ class Linearized:
     def is_argument(self, index: int) -> bool:
         """Returns whether residual `index` is an argument or a constant."""
         jaxpr, var = self.forward.jaxpr, self.residuals[index]
-        while (maker := maker_of(jaxpr, var)) and makes_automatic(maker):
+        while (maker := maker_of(jaxpr, var)) and keeps_parts(maker):
             (var,) = maker.invars
         return not isinstance(var, core.Var) or var in (*jaxpr.invars, *jaxpr.constvars)
 

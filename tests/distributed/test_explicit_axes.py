@@ -136,6 +136,22 @@ def test_layers_of_flax_have_the_bits_of_automatic_axes(name):
         np.testing.assert_array_equal(a, b)
 
 
+def test_only_gathered_weights_count_as_saved():
+    mesh = mesh_of(AxisType.Explicit)
+    arrays = numbers({"w": (64, 96), "x": (128, 64)})
+    with jax.set_mesh(mesh):
+        w, x = (on(mesh, array, P("x", None)) for array in arrays.values())
+        for spec, moves in ((P("x", None), False), (P(None, None), True)):
+
+            def fn(w, x, spec=spec):
+                w = jax.sharding.reshard(w, spec)
+                return coat.fp8_dot_general(x, w, NUMBERS, out_sharding=P("x", None))
+
+            report = coat.residual_report(fn, w, x)
+            (row,) = (row for row in report.rows if row.shape == w.shape)
+            assert row.is_argument != moves
+
+
 def test_a_weight_may_come_first():
     def fn(params, x):
         explicit = jax.sharding.get_abstract_mesh().explicit_axes
