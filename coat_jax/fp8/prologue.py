@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax import lax
 from jax.extend import core
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from pallas_kernels import Activation, NormKind
@@ -43,8 +44,12 @@ class Mark(NamedTuple):
     def _bind(self, x: Array) -> Array:
         params = dict(self.params)
         if self.primitive.name == "reshard":
-            # Explicit mesh axes are automatic where kernels run.
-            return lax.with_sharding_constraint(x, params["dst_sharding"].spec)
+            # Explicit mesh axes are automatic where kernels run. Of other axes the new
+            # sharding says nothing.
+            where = params["dst_sharding"]
+            free = P.UNCONSTRAINED if where.mesh.auto_axes else None
+            spec = P(*(free if names is None else names for names in where.spec))
+            return lax.with_sharding_constraint(x, spec)
         return self.primitive.bind(x, **params)
 
     @property

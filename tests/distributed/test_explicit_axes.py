@@ -23,8 +23,9 @@ def on(mesh, array, spec):
     return jax.device_put(array, NamedSharding(mesh, spec))
 
 
-def mesh_of(kind):
-    return jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
+def mesh_of(kind, of_columns=None):
+    kinds = kind, of_columns or kind
+    return jax.make_mesh((2, 4), ("x", "y"), axis_types=kinds)
 
 
 def numbers(shapes):
@@ -81,12 +82,17 @@ def wide(tree):
 
 
 @pytest.mark.parametrize(
-    ("specs", "mark"),
-    [({}, as_it_is), (COLUMNS, as_it_is), (COLUMNS, moved)],
-    ids=["batch", "columns", "columns, marked"],
+    ("columns", "specs", "mark"),
+    [
+        (AxisType.Explicit, {}, as_it_is),
+        (AxisType.Explicit, COLUMNS, as_it_is),
+        (AxisType.Explicit, COLUMNS, moved),
+        (AxisType.Auto, COLUMNS, as_it_is),
+    ],
+    ids=["batch", "columns", "columns, marked", "automatic columns"],
 )
 @pytest.mark.parametrize("jit", [False, True])
-def test_layers_have_the_bits_and_the_copies_of_one_device(specs, mark, jit):
+def test_layers_compute_and_save_what_one_device_does(columns, specs, mark, jit):
     def fn(params, x):
         return mlp(params, x, mark)
 
@@ -94,7 +100,7 @@ def test_layers_have_the_bits_and_the_copies_of_one_device(specs, mark, jit):
     x = arrays.pop("x")
     compiled = jax.jit(results, static_argnums=0)
     alone, of_one = compiled(fn, arrays, x), saved(fn, arrays, x)
-    mesh = mesh_of(AxisType.Explicit)
+    mesh = mesh_of(AxisType.Explicit, columns)
     with jax.set_mesh(mesh):
         params = {k: on(mesh, w, specs.get(k, P())) for k, w in arrays.items()}
         x = on(mesh, x, P("x", None))
