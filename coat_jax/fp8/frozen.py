@@ -81,11 +81,7 @@ def frozen_linear(
     if not isinstance(weight, Codes):
         matmul.check_contracted(x, weight)
         return _plain_matmul(x, weight)
-
-    def multiply(x, codes):
-        return _frozen_matmul(x, codes, weight.scale)
-
-    return matmul.in_rows(multiply, x, weight.row)
+    return matmul.in_rows(_frozen_matmul, x, weight.row, weight.scale)
 
 
 # This rule takes the place of `lax.stop_gradient`, which returns a new array: a loop

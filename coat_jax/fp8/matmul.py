@@ -57,17 +57,19 @@ def linear(
 
 
 def in_rows(
-    multiply: Callable[[Float[Array, "m k"], Array], Float[Array, "m n"]],
+    multiply: Callable[..., Float[Array, "m n"]],
     x: Float[Array, "*batch k"],
     w: Float[Array, "... k"],
+    *more: Array,
 ) -> Float[Array, "..."]:
     """Computes `x @ w.T` by a matmul of rows.
 
     Args:
-      multiply: The matmul of rows [m, k] and weights. It merges the weights' output
-        axes to n.
+      multiply: The matmul of rows [m, k], weights and `more`. It merges the weights'
+        output axes to n.
       x: The activations.
       w: The weights.
+      *more: Further arrays that `multiply` takes.
 
     Returns:
       The products [*batch, *o], where o are the output axes of `w`.
@@ -78,11 +80,11 @@ def in_rows(
     check_contracted(x, w)
     k = x.shape[-1]
 
-    def product(x, w):
-        y = multiply(x.reshape(-1, k), w)
+    def product(x, w, *more):
+        y = multiply(x.reshape(-1, k), w, *more)
         return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
-    return on_explicit_tokens(product, x, x.ndim - 1)(x, w)
+    return on_explicit_tokens(product, x, x.ndim - 1)(x, w, *more)
 
 
 def check_contracted(x: Float[Array, "*batch k"], w: Float[Array, "... k"]) -> None:

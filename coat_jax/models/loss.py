@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import array_types, operations
@@ -166,8 +167,29 @@ def logits(
 
 @jax.custom_vjp
 def _logits(hidden, head):
-    head = head.astype(hidden.dtype)
-    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+    where = jax.typeof(hidden).sharding
+    (columns,) = jax.typeof(head).sharding.spec[1:]
+    taken = {name for names in where.spec for name in _names(names)}
+    columns = columns if taken.isdisjoint(_names(columns)) else None
+    where = where.update(spec=P(*where.spec[:-1], columns))
+    numbers = ((hidden.ndim - 1,), (0,)), ((), ())
+    return _product(hidden, head.astype(hidden.dtype), numbers, where)
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the names of the mesh axes that split an axis of an array."""
+    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+
+
+def _product(
+    a: Array, b: Array, numbers: lax.DotDimensionNumbers, where: jax.NamedSharding
+) -> Float[Array, "..."]:
+    """Computes a matmul with a float32 result, split as `where` if it says so."""
+    return lax.dot_general(
+        *(a, b, numbers),
+        preferred_element_type=jnp.float32,
+        out_sharding=where if where.mesh.explicit_axes else None,
+    )
 
 
 def _logits_fwd(hidden, head):
@@ -176,11 +198,12 @@ def _logits_fwd(hidden, head):
 
 def _logits_bwd(residuals, dlogits):
     hidden, head = residuals
-    wide = functools.partial(jnp.tensordot, preferred_element_type=jnp.float32)
     dlogits = dlogits.astype(hidden.dtype)
+    of_hidden, of_head = (jax.typeof(x).sharding for x in residuals)
+    numbers = ((hidden.ndim - 1,), (1,)), ((), ())
+    dhidden = _product(dlogits, head.astype(hidden.dtype), numbers, of_hidden)
     tokens = tuple(range(hidden.ndim - 1))
-    dhidden = wide(dlogits, head.astype(hidden.dtype), axes=(-1, -1))
-    dhead = wide(hidden, dlogits, axes=(tokens, tokens))
+    dhead = _product(hidden, dlogits, ((tokens, tokens), ((), ())), of_head)
     return dhidden.astype(hidden.dtype), dhead.astype(head.dtype)
 
 

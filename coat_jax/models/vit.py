@@ -22,6 +22,7 @@ from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.layers import recipes
 from coat_jax.layers.attention import full_attention
 from coat_jax.layers.functional import layer_norm
+from coat_jax.meshes import on_explicit_tokens
 from coat_jax.models.llama import apply_layers
 from coat_jax.remat.api import fp8_remat
 from pallas_kernels.checks import check_positive
@@ -284,8 +285,12 @@ def cut(
       Array([2., 3., 6., 7.], dtype=float32)
     """
     batch, height, width, channels = images.shape
-    x = images.reshape(batch, height // size, size, width // size, size, channels)
-    return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, size * size * channels)
+
+    def squares(x):
+        x = x.reshape(batch, height // size, size, width // size, size, channels)
+        return x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, size * size * channels)
+
+    return on_explicit_tokens(squares, images, 1)(images)
 
 
 def linear(inputs: int, outputs: int, config: VitConfig, rngs: nnx.Rngs) -> nnx.Linear:

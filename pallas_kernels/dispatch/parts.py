@@ -69,18 +69,20 @@ class Call:
         result_specs: Specs,
     ) -> Any:
         """Computes one device's part of the results from its parts of the arrays."""
-        arrays = self._added_once(self._gathered(arrays, split, operand_specs), split)
-        # The arrays are one device's parts, to which no mesh applies.
+        # The arrays are one device's parts, to which no mesh applies. Sums over devices
+        # would be on the axes of `jax.set_mesh`, if these are explicit.
         device = mesh.abstract_mesh.abstract_device
         alone = AbstractMesh((), (), abstract_device=device)
         with jax.sharding.use_abstract_mesh(alone):
+            gathered = self._gathered(arrays, split, operand_specs)
+            arrays = self._added_once(gathered, split)
             out = self._with_amax(self.operation(*arrays))
-        leaves, tree = jax.tree.flatten(out)
-        specs = self.specs(self.results, split, result_specs)
-        complete = [
-            _reduced(x, axes, split, spec)
-            for x, axes, spec in zip(leaves, self.results, specs, strict=True)
-        ]
+            leaves, tree = jax.tree.flatten(out)
+            specs = self.specs(self.results, split, result_specs)
+            complete = [
+                _reduced(x, axes, split, spec)
+                for x, axes, spec in zip(leaves, self.results, specs, strict=True)
+            ]
         return tree.unflatten(complete)
 
     def _gathered(self, arrays: tuple, split: Mapping, operand_specs: Specs) -> tuple:
