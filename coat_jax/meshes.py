@@ -34,7 +34,7 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
         return fn
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, result)
     shardings = jax.tree.map(lambda s: here if s.mesh.empty else s, shardings)
-    return _automatic(fn, explicit, shardings)
+    return _on_automatic_axes(fn, explicit, shardings)
 
 
 def automatic(x: Array) -> Array:
@@ -74,10 +74,10 @@ def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
     out = jax.tree.map(
         lambda tokens: jax.NamedSharding(where.mesh, P(*where.spec[:tokens])), results
     )
-    return _automatic(fn, explicit, out)
+    return _on_automatic_axes(fn, explicit, out)
 
 
-def _automatic(fn: Callable, axes: tuple[str, ...], out: Any) -> Callable:
+def _on_automatic_axes(fn: Callable, axes: tuple[str, ...], out: Any) -> Callable:
     """Wraps a function so that mesh axes are automatic within it.
 
     The wrapped function raises a `ValueError` if the sums of arguments or results over
@@ -123,8 +123,8 @@ def batch_shards(x: Array, batch_axes: str | tuple[str, ...] | None) -> int:
         return 1
     if mesh.explicit_axes:
         batch_axes, *_ = *jax.typeof(x).sharding.spec, None
-    names = batch_axes if isinstance(batch_axes, tuple) else (batch_axes,)
-    shards = math.prod(mesh.shape[name] for name in names if name is not None)
+    names = array_types.axis_names(batch_axes)
+    shards = math.prod(mesh.shape[name] for name in names)
     return 1 if len(x) % shards else shards
 
 

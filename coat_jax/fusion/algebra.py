@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from coat_jax.programs.graph import Graph
-from coat_jax.programs.primitives import keeps_order, number_of, variables
+from coat_jax.programs.primitives import adds_up, keeps_order, number_of, variables
 from pallas_kernels.dispatch.array_types import is_partial
 
 MARKS = frozenset({"name", "optimization_barrier", "reshard", "sharding_constraint"})
@@ -66,20 +66,12 @@ class _UnknownError(Exception):
 def is_known(eqn: core.JaxprEqn) -> bool:
     """Returns whether the algebra knows an operation, which has one result then."""
     is_named = eqn.primitive.name in _KNOWN and len(eqn.outvars) == 1
-    return is_named and not _adds_up(eqn)
+    return is_named and not adds_up(eqn)
 
 
 def is_mark(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation is a mark."""
-    return eqn.primitive.name in MARKS and not _adds_up(eqn)
-
-
-def _adds_up(eqn: core.JaxprEqn) -> bool:
-    """Returns whether a new sharding of an array adds up what devices have of it."""
-    if eqn.primitive.name != "reshard":
-        return False
-    shardings = eqn.invars[0].aval.sharding, eqn.params["dst_sharding"]
-    return any(map(is_partial, shardings))
+    return eqn.primitive.name in MARKS and not adds_up(eqn)
 
 
 def term_of(

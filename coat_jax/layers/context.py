@@ -19,6 +19,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.dispatch.array_types import axis_names
+
 MeshAxes = str | tuple[str, ...] | None
 
 
@@ -52,7 +54,7 @@ class ContextParallel:
     head_axes: MeshAxes = None
 
     def __post_init__(self) -> None:
-        names = (*_tuple(self.batch_axes), *_tuple(self.head_axes), self.axis)
+        names = (*axis_names(self.batch_axes), *axis_names(self.head_axes), self.axis)
         for name in names:
             if name not in self.mesh.axis_names:
                 raise ValueError(
@@ -69,13 +71,13 @@ class ContextParallel:
     @property
     def row_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the rows of `enter`."""
-        return (*_tuple(self.batch_axes), self.axis)
+        return (*axis_names(self.batch_axes), self.axis)
 
     def check(self, num_heads: int) -> None:
         """Raises ValueError unless devices can share the heads of attention."""
         parts = self.parts * self._size(self.head_axes)
         if num_heads % parts:
-            axes = ", ".join((*_tuple(self.head_axes), self.axis))
+            axes = ", ".join((*axis_names(self.head_axes), self.axis))
             raise ValueError(
                 f"context parallelism splits attention over heads: their number must "
                 f"be a multiple of {parts}, the size of the mesh axes {axes}, got "
@@ -189,10 +191,10 @@ class ContextParallel:
 
     @property
     def _split_heads(self) -> tuple[str, ...]:
-        return (*_tuple(self.head_axes), self.axis)
+        return (*axis_names(self.head_axes), self.axis)
 
     def _size(self, axes: MeshAxes) -> int:
-        return math.prod(self.mesh.shape[name] for name in _tuple(axes))
+        return math.prod(self.mesh.shape[name] for name in axis_names(axes))
 
     def _constrained(self, x: Array, *spec: Any) -> Array:
         # Gradients get the same constraint.
@@ -214,7 +216,3 @@ class ContextParallel:
         if mesh.empty and self.mesh.explicit_axes:
             mesh = jax.sharding.get_abstract_mesh()
         return self.mesh if mesh.empty else mesh
-
-
-def _tuple(axes: MeshAxes) -> tuple[str, ...]:
-    return axes if isinstance(axes, tuple) else (axes,) if axes else ()

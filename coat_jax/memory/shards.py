@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from coat_jax.models import llama
+from pallas_kernels.dispatch.array_types import axis_names
 
 # Mesh axes by what they split: the batch, the parameters and the batch, the experts,
 # the parameters and the batch, the parameters and sequences, and the heads and the
@@ -207,7 +208,7 @@ def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
 
 def _dividing(mesh: Mesh | AbstractMesh, names: Any, size: int) -> Any:
     """Returns as many of the mesh axes, from the first on, as divide `size`."""
-    names = names if isinstance(names, tuple) else (names,)
+    names = axis_names(names)
     while names and size % _size(names, mesh):
         names = names[:-1]
     return names if len(names) > 1 else next(iter(names), None)
@@ -215,8 +216,7 @@ def _dividing(mesh: Mesh | AbstractMesh, names: Any, size: int) -> Any:
 
 def _size(names: Any, mesh: Mesh | AbstractMesh) -> int:
     """Returns the number of parts into which mesh axes split an array's axis."""
-    names = names if isinstance(names, tuple) else (names,)
-    return math.prod(mesh.shape[name] for name in names if name is not None)
+    return math.prod(mesh.shape[name] for name in axis_names(names))
 
 
 def _spec(path: Any, param: Any, mesh: Mesh | AbstractMesh) -> P:

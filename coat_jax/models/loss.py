@@ -169,16 +169,11 @@ def logits(
 def _logits(hidden, head):
     where = jax.typeof(hidden).sharding
     (columns,) = jax.typeof(head).sharding.spec[1:]
-    taken = {name for names in where.spec for name in _names(names)}
-    columns = columns if taken.isdisjoint(_names(columns)) else None
+    taken = {name for names in where.spec for name in array_types.axis_names(names)}
+    columns = columns if taken.isdisjoint(array_types.axis_names(columns)) else None
     where = where.update(spec=P(*where.spec[:-1], columns))
     numbers = ((hidden.ndim - 1,), (0,)), ((), ())
     return _product(hidden, head.astype(hidden.dtype), numbers, where)
-
-
-def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns the names of the mesh axes that split an axis of an array."""
-    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
 
 
 def _product(

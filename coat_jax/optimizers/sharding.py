@@ -24,6 +24,7 @@ from coat_jax.optimizers.places import field_of, fields_of
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import QuantizedArray, quantize_moment
 from coat_jax.quantization.granularity import PerGroup
+from pallas_kernels.dispatch.array_types import axis_names
 
 
 def opt_state_sharding(
@@ -177,7 +178,7 @@ def _of_whole_groups(
 ) -> NamedSharding:
     """Returns `sharding` without the mesh axes that would split groups."""
     spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    axes = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],) if spec[-1] else ()
+    axes = axis_names(spec[-1])
     whole = axes
     while (parts := _count(sharding, whole)) > 1 and shape[-1] % (size * parts):
         whole = whole[:-1]

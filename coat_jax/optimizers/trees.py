@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from coat_jax.quantization.array import QuantizedArray
+from pallas_kernels.dispatch.array_types import axis_names
 
 # Names under which NNX variables have their partition spec.
 _SPECS = ("out_sharding", "sharding_names", "sharding")
@@ -130,7 +131,7 @@ def _spec_of_groups(spec: Any, moment: QuantizedArray) -> Any:
     """
     if len(spec) < len(moment.shape) or spec[-1] is None:
         return spec
-    names = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
+    names = axis_names(spec[-1])
     sizes = jax.sharding.get_abstract_mesh().shape
     if all(name in sizes for name in names):
         parts = math.prod(sizes[name] for name in names)

@@ -165,12 +165,18 @@ def keeps_parts(eqn: core.JaxprEqn) -> bool:
 
     `jax.sharding.auto_axes` makes explicit mesh axes of its arguments automatic.
     """
-    if eqn.primitive.name != "reshard":
+    if eqn.primitive.name != "reshard" or adds_up(eqn):
         return False
     new, old = eqn.params["dst_sharding"], eqn.invars[0].aval.sharding
-    if any(map(array_types.is_partial, (new, old))):
-        return False
     return new == old or not (new.mesh.explicit_axes or any(new.spec))
+
+
+def adds_up(eqn: core.JaxprEqn) -> bool:
+    """Returns whether a new sharding of an array adds up what devices have of it."""
+    if eqn.primitive.name != "reshard":
+        return False
+    shardings = eqn.invars[0].aval.sharding, eqn.params["dst_sharding"]
+    return any(map(array_types.is_partial, shardings))
 
 
 def keeps_order(reshape: core.JaxprEqn) -> bool:

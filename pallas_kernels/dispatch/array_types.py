@@ -39,6 +39,17 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
     return None
 
 
+def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the names of the mesh axes that split an axis of an array.
+
+    Args:
+      axes: The names, as a partition spec has them for the array's axis.
+    """
+    if axes is None:
+        return ()
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
 def is_partial(sharding: NamedSharding) -> bool:
     """Returns whether the parts that devices have are still to be added up.
 

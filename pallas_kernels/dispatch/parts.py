@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from pallas_kernels.dispatch.array_types import mesh_of
+from pallas_kernels.dispatch.array_types import axis_names, mesh_of
 from pallas_kernels.dispatch.axes import Axes
 from pallas_kernels.numerics import float_bits, floats, magnitude
 
@@ -128,7 +128,7 @@ class Call:
                 continue
             for names, parts in zip(axes.merged, spec, strict=False):
                 if parts and names[0] not in unsplit:
-                    requested.setdefault(names[0], _tuple(parts))
+                    requested.setdefault(names[0], axis_names(parts))
         parts_of, used = {}, set()
         for name, parts in requested.items():
             parts = tuple(part for part in parts if part not in used)
@@ -238,7 +238,7 @@ def _further(axes: Axes, split: Mapping, spec: Sequence) -> tuple[str, ...]:
     if len(spec) < len(axes.merged) or not spec[-1]:
         return ()
     *leading, last = [split.get(names[0], ()) for names in axes.merged]
-    parts = _tuple(spec[-1])
+    parts = axis_names(spec[-1])
     further = parts[len(last) :]
     if parts[: len(last)] != last or set(further) & set(itertools.chain(*leading)):
         return ()
@@ -249,8 +249,8 @@ def _scattered(spec: list, axes: Axes, split: Mapping, requested: Sequence) -> l
     """Returns the spec of a sum that is reduce-scattered to the result's sharding."""
     summed = _missing(axes, split)
     for j, parts in enumerate(requested):
-        if parts and not spec[j] and set(_tuple(parts)) <= set(summed):
-            return [*spec[:j], _tuple(parts), *spec[j + 1 :]]
+        if parts and not spec[j] and set(axis_names(parts)) <= set(summed):
+            return [*spec[:j], axis_names(parts), *spec[j + 1 :]]
     return spec
 
 
@@ -270,9 +270,9 @@ def _reduced(x: Array, axes: Axes, split: Mapping, spec: P) -> Array:
         # The bits of an amax compare like the amax, and NaN is the largest.
         return floats(lax.pmax(float_bits(x), missing))
     for j, parts in enumerate(spec):
-        if parts and set(_tuple(parts)) <= set(missing):
+        if parts and set(axis_names(parts)) <= set(missing):
             x = lax.psum_scatter(x, parts, scatter_dimension=j, tiled=True)
-            missing = tuple(name for name in missing if name not in _tuple(parts))
+            missing = tuple(name for name in missing if name not in axis_names(parts))
     return lax.psum(x, missing) if missing else x
 
 
@@ -284,7 +284,3 @@ def _untyped(x: Array) -> jax.ShapeDtypeStruct:
 def shaped(shape: tuple[int, ...], like: Array) -> jax.ShapeDtypeStruct:
     """Returns a shape with the dtype of an array."""
     return jax.ShapeDtypeStruct(shape, like.dtype)
-
-
-def _tuple(parts: str | tuple[str, ...]) -> tuple[str, ...]:
-    return parts if isinstance(parts, tuple) else (parts,)

@@ -8,24 +8,18 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.models import normal
+from helpers.small_models import config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import lora
-from coat_jax.models.llama import Llama, LlamaConfig
+from coat_jax.models.llama import Llama
 from coat_jax.models.vit import VitConfig
 from coat_jax.models.vlm import VisionLanguageModel, VlmConfig
 
 pytestmark = [pytest.mark.distributed, pytest.mark.internals]
-TEXT = LlamaConfig(
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-)
+TEXT = config(recipe="coat", tie_embeddings=False)
 VISION = VitConfig(
     image_size=16,
     patch_size=8,
@@ -46,8 +40,8 @@ def adapted():
 
 
 def seeing():
-    config = VlmConfig(vision=VISION, text=TEXT, image_token=IMAGE)
-    return VisionLanguageModel(config, rngs=nnx.Rngs(0))
+    options = {"vision": VISION, "text": TEXT, "image_token": IMAGE}
+    return VisionLanguageModel(VlmConfig(**options), rngs=nnx.Rngs(0))
 
 
 MODELS = {

@@ -237,7 +237,7 @@ def _batch_axes(
             'on a mesh with automatic axes and an axis "expert" the layer needs the '
             "batch_axes that split the batch, got None"
         )
-    return batch_axes if isinstance(batch_axes, tuple) else (batch_axes,)
+    return array_types.axis_names(batch_axes)
 
 
 def _joined(parts: tuple[Any, Any]) -> Any:
