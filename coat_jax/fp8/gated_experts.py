@@ -227,12 +227,13 @@ def _backward(activation, inner, outer, dtype, residuals, dy):
     gate_up, down, scale_of_pair, down_scale = of_weights
     dy, dy_transposed, weights = _gradient_of_rows(dy, group_sizes, combine)
     w = codes_of_experts(down, down_scale)
-    da = grouped(dy, w, group_sizes, tiles, inner)
+    da, da_maxima = grouped(dy, w, group_sizes, tiles, inner, keep_maxima=True)
     of_group = jnp.float32(1)
     if combine is not None:
         weights, of_group = by_group(weights, group_sizes)
+    bounds = largest_scale, da_maxima
     scale, of_gate = grouped_gate_gradient(
-        groups, largest_scale, da, weights, group_sizes, a_scale, activation
+        groups, da, bounds, weights, group_sizes, a_scale, activation
     )
     d_down = kernels.grouped_weight_gradient(
         *(of_gate.product, dy_transposed, group_sizes, a_scale * of_group, dy.scale),
@@ -321,8 +322,8 @@ def by_group(
 
 def grouped_gate_gradient(
     groups: Scaled,
-    largest_scale: Float[Array, " rows"],
     da: Float[Array, "rows f"],
+    maxima: tuple[Float[Array, " rows"], Float[Array, " parts"]],
     weights: Float[Array, " rows"],
     group_sizes: Int[Array, " g"],
     a_scale: Float[Array, ""],
@@ -332,9 +333,9 @@ def grouped_gate_gradient(
 
     Args:
       groups: Gate and up [rows, 2, f] in groups of 16.
-      largest_scale: The largest group scale of each row.
       da: The gradient of `weight * activation(gate) * up`.
-      weights: The weight of each row.
+      maxima: The largest group scale of each row, and the amax of parts of `da`.
+      weights: The weight of each row, at most 1.
       group_sizes: The number of rows of each group.
       a_scale: The scale of the product that is returned, too.
       gate: The activation.
@@ -343,9 +344,8 @@ def grouped_gate_gradient(
       The scale of the gradients of gate and up, per tensor, and these gradients as E5M2
       codes, with the product and the gradients of the weights.
     """
-    largest = numerics.magnitude(da.astype(jnp.float32) * weights[:, None])
     # The amax of gate and up is at most the largest group scale times E4M3.max.
-    bound = kernels.Bound((largest_scale, largest[None]), E4M3.max * STEEPEST[gate])
+    bound = kernels.Bound(maxima, E4M3.max * STEEPEST[gate])
     (scale,) = kernels.tensor_scales(bound, dtype=E5M2.dtype)
     scales = {"scale": scale, "product_scale": a_scale}
     arrays = groups, da, weights, group_sizes

@@ -219,8 +219,8 @@ def quantized_experts(w: Float[Array, "g k n"]) -> tuple[Scaled, Float[Array, " 
 
 def codes_of_experts(w: Float[Array, "g k n"], scale: Float[Array, " g"]) -> Scaled:
     """Returns the codes [g, k, n] for gradients of rows, with each expert's scale."""
-    values = numerics.normal(w.astype(jnp.float32))
-    return Scaled(numerics.encode(values, scale[:, None, None], E4M3.dtype), scale)
+    of_rows = jnp.broadcast_to(scale[:, None], w.shape[:2])
+    return Scaled(kernels.quantize_rows(quantizable(w), of_rows).codes, scale)
 
 
 def gradient_scale(
@@ -232,12 +232,24 @@ def gradient_scale(
 
 
 def grouped(
-    x: Scaled, w: Scaled, group_sizes: Array, tiles: GroupTiles, dtype: DTypeLike
-) -> Float[Array, "m n"]:
-    """Multiplies rows of groups; the result has any floating dtype."""
+    x: Scaled,
+    w: Scaled,
+    group_sizes: Int[Array, " g"],
+    tiles: GroupTiles,
+    dtype: DTypeLike,
+    *,
+    keep_maxima: bool = False,
+) -> Any:
+    """Multiplies rows of groups; the result [m, n] has any floating dtype.
+
+    With `keep_maxima` it returns the amax of parts of the result, too.
+    """
     arrays = x.codes, w.codes, group_sizes, x.scale, w.scale
-    y = kernels.grouped_matmul(*arrays, tiles=tiles, out_dtype=stored(dtype))
-    return y.astype(dtype)
+    options = {"tiles": tiles, "out_dtype": stored(dtype)}
+    if not keep_maxima:
+        return kernels.grouped_matmul(*arrays, **options).astype(dtype)
+    y, maxima = kernels.grouped_matmul(*arrays, **options, keep_maxima=True)
+    return y.astype(dtype), maxima
 
 
 def stored(dtype: DTypeLike) -> Any:

@@ -116,7 +116,10 @@ def _quantize() -> Iterator[CompiledCase]:
     yield from _measured("quantize", "scale", "dequantize", "transpose")
     of_32 = functools.partial(pk.quantize_groups, group=32)
     yield CompiledCase("quantize 1x32", of_32, (_array(8192, 4096),))
-    yield CompiledCase("quantize rows", pk.quantize_rows, (_array(8192, 24576),))
+    x = _array(8192, 24576)
+    yield CompiledCase("quantize rows", pk.quantize_rows, (x,))
+    arrays = x, _array(len(x), dtype=_F32)
+    yield CompiledCase("quantize rows with known scales", pk.quantize_rows, arrays)
     for x in (_array(8, 4096, 4096), _array(8, 4096, 4096, dtype=_F32)):
         yield CompiledCase(f"quantize columns, {x.dtype}", pk.quantize_columns, (x,))
     rows = [_array(n, dtype=_F32) for n in (8192, 22016, 264)]
@@ -290,6 +293,10 @@ def _grouped() -> Iterator[CompiledCase]:
         call = functools.partial(call, out_dtype=_F32)
         arrays = *kinds["rows of groups"], tiles_of_rows
         yield CompiledCase("rows of groups to float32", call, arrays, tiles)
+        name = "rows of groups, a scale a group"
+        call = functools.partial(_of_listed_tiles, tuning=tiles, keep_maxima=True)
+        arrays = *kinds[name], tiles_of_rows
+        yield CompiledCase(f"{name}, and maxima", call, arrays, tiles)
     for x in (_array(rows, k), _array(rows, k, dtype=_F32)):
         arrays = x, sizes, one
         yield CompiledCase(

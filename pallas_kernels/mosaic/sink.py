@@ -154,4 +154,4 @@ class Sink:
             index = (at, *turned) if name == "transposed" else (rows, at, columns)
             to = getattr(self._out, name).at[index]
             plgpu.copy_smem_to_gmem(getattr(self._scratch[i], name), to)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

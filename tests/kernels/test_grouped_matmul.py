@@ -128,6 +128,32 @@ def test_rows_of_groups_are_float64s_but_for_rounding(
     check_rows(implementation, sizes, shape, **options)
 
 
+@every_implementation
+@pytest.mark.parametrize("tuning", [TILE, TURNS, PAIRS])
+def test_the_amax_is_of_rows_in_groups(implementation, tuning):
+    """Tiles at borders read rows of the next group, whose products count for nothing."""
+    sizes, rng = [100, 0, 1, 60], np.random.default_rng(0)
+    (a, wide_a), (b, wide_b) = (
+        drawn(rng, shape, E4M3) for shape in ((256, 128), (4, 320, 128))
+    )
+    a[sum(sizes) :] = np.nan
+    wide_a[sum(sizes) :] = 0
+    # The second row of group 2's tile would exceed all others by far.
+    of_rows, of_groups = np.ones(256, np.float32), np.float32([1, 1, 1e3, 1])
+    of_rows[100] = 1e-3
+    options = {"tuning": tuning, "keep_maxima": True}
+    call = functools.partial(pallas_kernels.grouped_matmul, **options)
+    y, maxima = kernels.run(
+        implementation, call, a, b, int32(sizes), of_rows, of_groups
+    )
+    expected = grouped_in_float64(wide_a, wide_b, sizes, of_rows, of_groups)
+    unit = math.sqrt(128) * grouped_in_float64(
+        np.ones((256, 1)), np.ones((4, 320, 1)), sizes, of_rows, of_groups
+    )
+    assert_close(y, expected, BF16, unit)
+    np.testing.assert_allclose(maxima.max(), np.abs(expected).max(), rtol=5e-3)
+
+
 @pytest.mark.parametrize("rows", [3, 50])
 def test_any_number_of_rows_is_right(rows):
     """XLA computes what no tile fits."""

@@ -123,6 +123,24 @@ def test_columns_with_known_scales_saturate(implementation):
     assert_identical(actual, pk.Scaled(expected.swapaxes(1, 2), scale))
 
 
+@every_implementation
+@pytest.mark.parametrize("shape", [(2, 32, 256), (64, 33 * 128)])
+def test_rows_with_known_scales_saturate(implementation, shape):
+    x = numbers(shape, F32)
+    scale = np.float32(1.375) * np.exp2(np.arange(31.0, -33.0, -1)).astype(F32)
+    scale = scale.reshape(shape[:-1])
+    actual = run(implementation, pk.quantize_rows, x, jnp.asarray(scale))
+    exact = np.asarray(x) * (1 / scale)[..., None]
+    assert (np.abs(exact) > 448).any()
+    expected = np.clip(exact, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    assert_identical(actual, pk.Scaled(expected, scale))
+
+
+def test_scales_of_rows_are_checked():
+    with pytest.raises(ValueError, match=r"scale must have the shape \(2, 128\)"):
+        pk.quantize_rows(jnp.ones((2, 128, 64)), jnp.ones((2, 64)))
+
+
 def test_scales_of_columns_are_checked():
     x = jnp.ones((2, 128, 64))
     for scale, message in (

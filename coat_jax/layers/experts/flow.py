@@ -147,18 +147,21 @@ def _grads_by_shards(run, residuals, cotangents):
 
 def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
     """Computes the gradient of a shard's tokens, and its part of the parameters'."""
-    params, groups, inner, (ids, logits, saved), scales = residuals
+    params, groups, (inner, inner_scale), (ids, logits, saved), scales = residuals
     (h_scale,), (a_scale,) = scales
     dy, dshares = cotangents
     rows = restored(saved, ids.shape, experts, axis_name, padding=BLOCK)
     flat, dy_scale = dy.x.reshape(-1, dy.x.shape[-1]), rows.common(dy.scale)
     codes = quantize_tensor(flat, E5M2, copies="row", scale=dy_scale).row
     gradient = Scaled(rows.of_tokens(codes), dy_scale)
-    da = input_gradient(gradient, params["down"], rows, flat.dtype)
+    da, da_maxima = input_gradient(
+        gradient, params["down"], rows, flat.dtype, keep_maxima=True
+    )
     (weights, _), of_logits = jax.vjp(lambda x: routed(x, ids, experts), logits)
     relative, of_expert = by_group(rows.of_choices(weights), rows.sizes)
+    bounds = inner_scale, da_maxima
     scale, inner_grads = grouped_gate_gradient(
-        *inner, da, relative, rows.sizes, a_scale, gate
+        inner, da, bounds, relative, rows.sizes, a_scale, gate
     )
     a = Scaled(inner_grads.product, a_scale * of_expert)
     transposed = kernels.grouped_transpose(gradient.codes, rows.sizes)

@@ -10,6 +10,7 @@ have a scale per tensor in backward.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from coat_jax.fp8.matmul import (
     quantize_tokens,
     tensor_scales,
 )
-from coat_jax.fp8.ragged_dot import quantizable, stored
+from coat_jax.fp8.ragged_dot import grouped, quantizable, stored
 from coat_jax.layers.experts.rows import Rows
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Scaled
@@ -82,7 +83,7 @@ def forward_product(
     dtype: DTypeLike,
 ) -> Float[Array, "rows out"]:
     """Multiplies codes of rows, which have a scale each, by the experts' weights."""
-    return once(_grouped(x, w.codes, rows, dtype))
+    return once(grouped(x, w.codes, rows.sizes, rows.tiles(), dtype))
 
 
 def input_gradient(
@@ -90,9 +91,15 @@ def input_gradient(
     w: WeightOfExperts,
     rows: Rows,
     dtype: DTypeLike,
-) -> Float[Array, "rows in"]:
-    """Computes the gradient of a matmul's rows from codes of its result's gradient."""
-    return _grouped(dy, w.codes, rows, dtype)
+    *,
+    keep_maxima: bool = False,
+) -> Any:
+    """Computes the gradient of a matmul's rows from codes of its result's gradient.
+
+    With `keep_maxima` it returns the amax of parts of the gradient, too.
+    """
+    options = {"keep_maxima": keep_maxima}
+    return grouped(dy, w.codes, rows.sizes, rows.tiles(), dtype, **options)
 
 
 def weight_gradient(
@@ -115,15 +122,6 @@ def weight_gradient(
 def merged(w: Float[Array, "experts *out in"]) -> Float[Array, "experts n in"]:
     """Returns the weights of an expert as one matrix."""
     return w.reshape(len(w), -1, w.shape[-1])
-
-
-def _grouped(x: Scaled, w: Scaled, rows: Rows, dtype: DTypeLike) -> Array:
-    y = kernels.grouped_matmul(
-        *(x.codes, w.codes, rows.sizes, x.scale, w.scale),
-        tiles=rows.tiles(),
-        out_dtype=stored(dtype),
-    )
-    return y.astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

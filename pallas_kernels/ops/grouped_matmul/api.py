@@ -29,6 +29,7 @@ from pallas_kernels.ops.grouped_matmul.tiles import (
     tiles_in_jnp,
 )
 from pallas_kernels.ops.matmul.plan import Product, Tuning
+from pallas_kernels.ops.quantize.tensor import maxima_in_jnp
 
 _WHOLE_LINE = Axes("_")
 
@@ -42,9 +43,10 @@ def grouped_matmul(
     *,
     tiles: GroupTiles | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
+    keep_maxima: bool = False,
     implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
-) -> Float[Array, "rows n"]:
+) -> Float[Array, "rows n"] | tuple[Float[Array, "rows n"], Float[Array, " parts"]]:
     """Multiplies rows that are sorted by group, each by the matrix of its group.
 
     With the starts and ends of groups, the cumulative sums of `group_sizes`:
@@ -69,6 +71,8 @@ def grouped_matmul(
         for each group and output [groups, n]. None means 1.
       tiles: The result of `group_tiles`, which matmuls of the same groups can share.
       out_dtype: bfloat16 or float32.
+      keep_maxima: Whether to return the amax of parts of the result as well, float32,
+        like `maxima`.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Tile sizes and other settings of the kernel; None means the default.
 
@@ -98,9 +102,11 @@ def grouped_matmul(
     if tiles is not None:
         listed = listed_tiles(count, groups, tiles.height)
         check_shape("the list of tiles", tiles.row, (listed,))
-    operation = _GroupedMatmul(out_dtype=jnp.dtype(out_dtype), tuning=tuning)
+    options = {"out_dtype": jnp.dtype(out_dtype), "tuning": tuning}
+    operation = _GroupedMatmul(**options, maxima=keep_maxima)
     arrays = a, b, a_scale, b_scale, group_sizes, tiles
-    return operation(*arrays, implementation=implementation)
+    y, largest = operation(*arrays, implementation=implementation)
+    return (y, largest) if keep_maxima else y
 
 
 def grouped_weight_gradient(
@@ -241,7 +247,13 @@ class _Grouped(operations.Operation):
 class _GroupedMatmul(_Grouped):
     """The operation of `grouped_matmul`."""
 
+    maxima: bool
     name = "grouped_matmul"
+
+    @property
+    def product(self) -> Product:
+        """The options of the matmul."""
+        return dataclasses.replace(super().product, maxima=self.maxima)
 
     def _settings(self, a: Array, b: Array, tiles: GroupTiles | None) -> Tuning | None:
         height = BLOCK if tiles is None else tiles.height
@@ -258,16 +270,20 @@ class _GroupedMatmul(_Grouped):
             *a.shape, a.dtype, settings.tile_m
         ) or tuning.columns_obstacle(self.product, settings, b.shape[1])
 
-    def reference(self, a, b, a_scale, b_scale, group_sizes, tiles) -> Array:
+    def reference(self, a, b, a_scale, b_scale, group_sizes, tiles) -> tuple:
         scales = (jnp.float32(1) if x is None else x for x in (a_scale, b_scale))
-        return grouped_in_jnp(a, b, *scales, group_sizes, out_dtype=self.out_dtype)
+        y = grouped_in_jnp(a, b, *scales, group_sizes, out_dtype=self.out_dtype)
+        return y, maxima_in_jnp(y) if self.maxima else None
 
     def axes(self, a, b, a_scale, b_scale, group_sizes, tiles) -> tuple:
         of_a, of_b = (_axes(x, "_", "_ n") for x in (a_scale, b_scale))
-        operands = Axes("_ k"), Axes("_ n k"), of_a, of_b, _WHOLE_LINE, _WHOLE_LINE
-        return operands, Axes("_ n", reduced="sum")
+        # A sum over devices has its amax only afterwards.
+        depth = "_" if self.maxima else "k"
+        of_matrices = Axes(f"_ {depth}"), Axes(f"_ n {depth}")
+        operands = *of_matrices, of_a, of_b, _WHOLE_LINE, _WHOLE_LINE
+        return operands, (Axes("_ n", reduced="sum"), Axes("_", reduced="max"))
 
-    def kernel(self, a, b, a_scale, b_scale, group_sizes, tiles) -> Array:
+    def kernel(self, a, b, a_scale, b_scale, group_sizes, tiles) -> tuple:
         settings = self._settings(a, b, tiles)
 
         @jax.custom_batching.sequential_vmap
@@ -277,7 +293,8 @@ class _GroupedMatmul(_Grouped):
                 tiles = listing.run(group_sizes, rows=len(a), height=height)
             scales = _kernel_scales(a_scale, b_scale, len(group_sizes))
             sms = devices.multiprocessors()
-            return rows.run(self.product, a, b, scales, tiles, settings, sms)
+            y, largest = rows.run(self.product, a, b, scales, tiles, settings, sms)
+            return y, None if largest is None else largest.reshape(-1)
 
         return run(a, b, a_scale, b_scale, group_sizes, tiles)
 

@@ -7,6 +7,8 @@ It is the dense matmul's kernel with another tile scheduler and another epilogue
 - b is read as one matrix [groups * n, k]. A tile's rows of it are its group's.
 - Subtiles at the border of a group are stored in parts of 32, 16, ... 1 rows.
 - Rows after the last group become zeros.
+- The amax of each row of a tile, if it is wanted, has a place by the tile's number. Rows
+  of other groups count as zeros.
 """
 
 import dataclasses
@@ -24,7 +26,7 @@ from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.ops.grouped_matmul.tiles import ROWS, GroupTiles, most_tiles
 from pallas_kernels.ops.matmul import kernel as matmul_kernel
 from pallas_kernels.ops.matmul.plan import PIECE_M, Product, Tuning, tile_k
-from pallas_kernels.ops.matmul.tile import Tile, load_columns, load_rows
+from pallas_kernels.ops.matmul.tile import Tile, load_columns, load_rows, row_maxima
 from pallas_kernels.ops.matmul.walk import LastStripe, Place, Stages, Walk, in_stripes
 
 
@@ -52,27 +54,38 @@ def run(
     tiles: GroupTiles,
     tuning: Tuning,
     sms: int,
-) -> Array:
+) -> tuple[Array, Array | None]:
     """Computes the grouped matmul of a [rows, k] and b [groups, n, k], [rows, n].
 
     Tiles must have the height `tuning.tile_m`.
+
+    Returns:
+      The result, and the amax of each row of each listed tile, float32 [tiles, tiles
+      along n, tile_m], or None if it is not wanted.
     """
     (rows, k), (groups, n, _) = a.shape, b.shape
     columns = -(-n // tuning.span[1])
     most = most_tiles(rows, groups, tuning.tile_m) * columns
-    return mosaic.kernel(
+    of_tiles = len(tiles.group), -(-n // tuning.tile_n), tuning.tile_m
+    maxima = jax.ShapeDtypeStruct(of_tiles, jnp.float32) if product.maxima else None
+    y, maxima = mosaic.kernel(
         functools.partial(_kernel, product, tuning, n),
-        out_type=jax.ShapeDtypeStruct((rows, n), product.out_dtype),
+        out_type=(jax.ShapeDtypeStruct((rows, n), product.out_dtype), maxima),
         scratch_types=matmul_kernel.scratch(
             product, tuning, a.dtype, b.dtype, any_row=True
         ),
         kernel_name="grouped_matmul",
         **matmul_kernel.settings(tuning, most, sms),
     )(a, b.reshape(groups * n, k), scales, tiles)
+    if maxima is not None:
+        # Tiles after the last one are not computed.
+        is_tile = jnp.arange(len(maxima)) < tiles.totals[0]
+        maxima = jnp.where(is_tile[:, None, None], maxima, 0)
+    return y, maxima
 
 
 def _kernel(
-    product: Product, t: Tuning, n: int, a, b, scales, tiles, out,
+    product: Product, t: Tuning, n: int, a, b, scales, tiles, out, maxima,
     a_smem, b_smem, out_smem, filled, free,
 ) -> None:  # fmt: skip
     warpgroup = lax.axis_index("warpgroup")
@@ -88,7 +101,7 @@ def _kernel(
 
     stages = Stages(walk, a_smem, b_smem, filled, free, None, copies)
     stages.fill()
-    tile = GroupedTile(product, t, stages, scales, None, (), (out,), None, out_smem)
+    tile = GroupedTile(product, t, stages, scales, None, (), (out,), maxima, out_smem)
     matmul_kernel.compute_tiles(walk, tile, warpgroup)
     tile.store_zeros(tiles.totals[1])
 
@@ -98,12 +111,14 @@ class GroupedPlace(Place):
     """The place of a group's tile; `columns` are its rows of b, [groups * n, k].
 
     Attributes:
+      number: Its number in the list.
       group: Its group.
       column: Its first column of the result.
       first: The first row to store. Rows before are another group's or tile's.
       end: One more than the last row of its group.
     """
 
+    number: Any
     group: Any
     column: Any
     first: Any
@@ -149,6 +164,7 @@ class GroupedWalk(Walk):
         return GroupedPlace(
             rows=pl.ds(row, t.tile_m),
             columns=pl.ds(group * n + column, t.tile_n),
+            number=at,
             group=group,
             column=column,
             first=listed.first[at],
@@ -189,18 +205,32 @@ class GroupedTile(Tile):
         return scaled
 
     def _store(self, pieces, addends, place: GroupedPlace, band) -> None:
-        """Stores the rows of the epilogue subtiles that are the group's."""
+        """Stores the rows of the epilogue subtiles that are the group's, and amaxes."""
         smem = self.out_smem.at[lax.axis_index("warpgroup")]
+        largest = None
         for number, (i, j, value) in enumerate(pieces):
+            row = place.rows.start + band.start + i
+            first = lax.clamp(0, place.first - row, PIECE_M)
+            end = lax.clamp(0, place.end - row, PIECE_M)
+            if self.product.maxima:
+                largest = self.larger(largest, value, j)
+                if j + value.shape[1] == self.tuning.tile_n:
+                    self._store_maxima(largest, place, band, i, first, end)
             staged = smem.at[number % smem.shape[0]]
             # The copy engine must have read the previous subtile of this buffer.
             plgpu.wait_smem_to_gmem(smem.shape[0] - 1, wait_read_only=True)
             staged[...] = value.astype(self.product.out_dtype)
             plgpu.commit_smem()
-            row = place.rows.start + band.start + i
-            first = lax.clamp(0, place.first - row, PIECE_M)
-            count = lax.clamp(0, place.end - row, PIECE_M) - first
-            self._store_rows(staged, row, place.column + j, first, count)
+            self._store_rows(staged, row, place.column + j, first, end - first)
+
+    def _store_maxima(self, largest, place, band, i, first, end) -> None:
+        """Stores the amax of the group's rows, from `first` to `end` of a subtile."""
+        column = pl.cdiv(place.column, self.tuning.tile_n)
+        to = self.maxima.at[place.number, column].at[band].at[pl.ds(i, PIECE_M)]
+        sizes = row_maxima(largest)
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        row = plgpu.broadcasted_iota(jnp.int32, sizes.shape, 0, layout=layout)
+        mosaic.store(to, jnp.where((row >= first) & (row < end), sizes, 0))
 
     def _store_rows(self, staged, row, column, first, count) -> None:
         """Stores `count` rows of a subtile, from row `first` on, as one commit group.

@@ -206,14 +206,12 @@ class Tile:
             if addends is not None:
                 value = value + next(addends).astype(jnp.float32)
             if self.product.maxima:
-                size = jnp.abs(value)
-                largest = size if j == 0 else jnp.maximum(largest, size)
+                largest = self.larger(largest, value, j)
                 # The amax of a row is complete with its last subtile.
                 if j + value.shape[1] == self.tuning.tile_n:
                     tile = pl.cdiv(columns.start, self.tuning.tile_n)
                     to = self.maxima.at[tile, rows].at[band].at[where[0]]
-                    sizes = floats(jnp.max(magnitude_bits(largest), axis=1))
-                    mosaic.store(to, sizes)
+                    mosaic.store(to, row_maxima(largest))
             staged = smem.at[number % smem.shape[0]]
             # The copy engine must have read the previous subtile of this buffer.
             plgpu.wait_smem_to_gmem(smem.shape[0] - 1, wait_read_only=True)
@@ -227,6 +225,11 @@ class Tile:
                 staged[...] = value
             plgpu.commit_smem()
             self._send(staged, out, *where)
+
+    def larger(self, largest, value, j):
+        """Returns the larger magnitudes of subtiles, of which this one is at column j."""
+        size = jnp.abs(value)
+        return size if j == 0 else jnp.maximum(largest, size)
 
     def _scaled(self, sums, scaled):
         """Yields each subtile as its row and column in the tile, and scaled values."""
@@ -392,6 +395,11 @@ def _ahead(load: Callable, places: Iterable[Any]) -> Iterator[Any]:
 def _load_tile(ref: Any) -> Array:
     """Loads an array in the register layout of the accumulator."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def row_maxima(magnitudes: Array) -> Array:
+    """Returns the largest magnitude of each row of a subtile."""
+    return floats(jnp.max(magnitude_bits(magnitudes), axis=1))
 
 
 def load_rows(ref: Any) -> Array:

@@ -154,4 +154,4 @@ def _kernel(walk: Walk, k: int, x, inverse, out, *, tile, stages) -> None:
     plgpu.commit_smem()
     columns = pl.ds(group * GROUP, walk.columns * GROUP)
     plgpu.copy_smem_to_gmem(tile, out.at[matrix, columns, pl.ds(within, LANES)])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

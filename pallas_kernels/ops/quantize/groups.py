@@ -11,6 +11,7 @@ from pallas_kernels.checks import (
     CODES,
     WIDE,
     check_dtype,
+    check_shape,
     positive_int,
 )
 from pallas_kernels.dispatch import operations
@@ -21,7 +22,7 @@ from pallas_kernels.dispatch.axes import (
     tokens,
 )
 from pallas_kernels.mosaic import elementwise, strips
-from pallas_kernels.mosaic.codec import decode
+from pallas_kernels.mosaic.codec import LANES, decode
 from pallas_kernels.mosaic.rows import Tuning as NormTuning
 from pallas_kernels.mosaic.rows import obstacle as rows_obstacle
 from pallas_kernels.mosaic.strips import Encoding, Tuning
@@ -32,10 +33,12 @@ from pallas_kernels.numerics import (
     group_scale,
     magnitude,
     normal,
+    reciprocal,
 )
 from pallas_kernels.ops.quantize import rows as rows_kernel
 
 _LONGEST_ROW = 24576  # The longest row that fits in the registers of a warpgroup.
+_SHORT = 4096  # The longest row of which a multiprocessor has several in registers.
 
 
 def quantize_groups(
@@ -111,6 +114,7 @@ class _QuantizeGroups(operations.Operation):
 
 def quantize_rows(
     x: Float[Array, "... n"],
+    scale: Float[Array, "..."] | None = None,
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     after: Array | None = None,
@@ -124,6 +128,8 @@ def quantize_rows(
 
     Args:
       x: The array to quantize, bfloat16 or float32. All axes but the last are tokens.
+      scale: The scale of each token, float32, with which codes are `x * (1 / scale)`,
+        rounded to nearest even and saturated; None for amax / code_max.
       dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
       after: An array that must be computed before the kernel runs. It is not read.
       implementation: The implementation; None means the kernel where it can run.
@@ -144,8 +150,11 @@ def quantize_rows(
     """
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
+    if scale is not None:
+        check_dtype("scale", scale.dtype, (jnp.dtype(jnp.float32),))
+        check_shape("scale", scale, x.shape[:-1])
     operation = _QuantizeRows(dtype=jnp.dtype(dtype), tuning=tuning)
-    return operation(x, after, implementation=implementation)
+    return operation(x, scale, after, implementation=implementation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,24 +163,39 @@ class _QuantizeRows(operations.Operation):
     tuning: NormTuning | None
     name = "quantize_rows"
 
-    def obstacle(self, x, after) -> str | None:
-        return rows_obstacle(x.shape, _LONGEST_ROW)
+    def obstacle(self, x, scale, after) -> str | None:
+        longest = _LONGEST_ROW if scale is None else x.shape[-1]
+        return rows_obstacle(x.shape, longest)
 
-    def reference(self, x, after) -> Scaled:
-        return _rows_in_jnp(x, dtype=self.dtype)
+    def reference(self, x, scale, after) -> Scaled:
+        return _rows_in_jnp(x, scale, dtype=self.dtype)
 
-    def axes(self, x, after) -> tuple:
+    def axes(self, x, scale, after) -> tuple:
         leading = tokens(x.ndim - 1)
         row = Axes(f"{leading} _")
-        operands = row, None if after is None else as_it_is(after)
+        of_scale = None if scale is None else Axes(leading)
+        operands = row, of_scale, None if after is None else as_it_is(after)
         return operands, Scaled(row, Axes(leading))
 
-    def kernel(self, x, after) -> Scaled:
-        rows = x.reshape(-1, x.shape[-1])
+    def kernel(self, x, scale, after) -> Scaled:
+        rows, inverse = x.reshape(-1, x.shape[-1]), None
+        if scale is not None:
+            # Parts of long rows are rows with the same scale.
+            parts = _parts(x.shape[-1])
+            rows = rows.reshape(-1, x.shape[-1] // parts)
+            inverse = jnp.repeat(reciprocal(scale).reshape(-1), parts)
         # A multiprocessor has enough registers for this many thread blocks.
-        tuning = self.tuning or NormTuning(ctas=8 if x.shape[-1] <= 4096 else 4)
-        codes, scale = rows_kernel.run(rows, after, dtype=self.dtype, tuning=tuning)
-        return Scaled(codes.reshape(x.shape), scale.reshape(x.shape[:-1]))
+        tuning = self.tuning or NormTuning(ctas=8 if rows.shape[1] <= _SHORT else 4)
+        options = {"dtype": self.dtype, "tuning": tuning}
+        codes, found = rows_kernel.run(rows, inverse, after, **options)
+        scale = found.reshape(x.shape[:-1]) if scale is None else scale
+        return Scaled(codes.reshape(x.shape), scale)
+
+
+def _parts(n: int) -> int:
+    """Returns the least number of parts of a row that are short, in whole vectors."""
+    vectors = n // LANES
+    return next(i for i in range(1, n) if not vectors % i and n // i <= _SHORT)
 
 
 def dequantize_groups(
@@ -273,19 +297,26 @@ def groups_in_jnp(x: Float[Array, "... n"], *, dtype: DTypeLike, group: int) -> 
     return Scaled(lax.optimization_barrier(codes), scale.astype(jnp.bfloat16))
 
 
-def _rows_in_jnp(x: Float[Array, "... n"], *, dtype: DTypeLike) -> Scaled:
+def _rows_in_jnp(
+    x: Float[Array, "... n"], scale: Float[Array, "..."] | None, *, dtype: DTypeLike
+) -> Scaled:
     """Computes `pallas_kernels.quantize_rows` in jnp."""
-    codes, scale = _quantized(x, dtype)
+    codes, scale = _quantized(x, dtype, scale)
     return Scaled(lax.optimization_barrier(codes), scale)
 
 
-def _quantized(x: Float[Array, "... n"], dtype: DTypeLike) -> tuple[Array, Array]:
-    """Quantizes with one scale per index of the leading axes.
+def _quantized(
+    x: Float[Array, "... n"],
+    dtype: DTypeLike,
+    scale: Float[Array, "..."] | None = None,
+) -> tuple[Array, Array]:
+    """Quantizes with one scale per index of the leading axes, found if it is None.
 
     Returns the codes and the float32 scales.
     """
     x = normal(x.astype(jnp.float32))
-    scale = group_scale(magnitude(x, axis=-1), code_max(dtype))
+    if scale is None:
+        scale = group_scale(magnitude(x, axis=-1), code_max(dtype))
     return encode(x, scale[..., None], dtype), scale
 
 

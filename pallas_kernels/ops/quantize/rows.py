@@ -1,4 +1,4 @@
-"""The kernel that quantizes with per-token scales, in one pass."""
+"""The kernel that quantizes with per-token scales, found or known, in one pass."""
 
 import functools
 
@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic import core as mosaic
-from pallas_kernels.mosaic.codec import scale_of_bits
+from pallas_kernels.mosaic.codec import saturated, scale_of_bits
 from pallas_kernels.mosaic.rows import Row, Rows, Share, Tuning, reduced
 from pallas_kernels.numerics import GROUP, magnitude_bits, normal, reciprocal
 
@@ -16,25 +16,33 @@ from pallas_kernels.numerics import GROUP, magnitude_bits, normal, reciprocal
 @functools.partial(jax.jit, static_argnames=("dtype", "tuning"))
 def run(
     x: Float[Array, "tokens n"],
+    inverse: Float[Array, " tokens"] | None,
     after: Array | None,
     *,
     dtype: DTypeLike,
     tuning: Tuning,
-) -> tuple[Float[Array, "tokens n"], Float[Array, " tokens"]]:
+) -> tuple[Float[Array, "tokens n"], Float[Array, " tokens"] | None]:
     """Returns the codes of x / scale and the per-token scales.
 
-    See `quantize_rows` for the scale. `after` is not read.
+    See `quantize_rows` for the scale. With `inverse` the codes are of x * inverse, and
+    there are no scales to return. `after` is not read.
     """
     tokens, n = x.shape
     tiles = Row(n=n)
     rows = Rows(x.reshape(-1, GROUP))
     share = Share.of(rows, n, tuning)
 
-    def kernel(rows, *others):
-        *_, out = others
+    def kernel(rows, known, _, out):
         codes, scales = out
 
-        def row(row, index, _):
+        def with_known(row, index, _):
+            factor = known[index]
+            for tile in tiles.tiles:
+                value = normal(tiles.load(row.x, tile)) * factor
+                to = tiles.tile(share.row(codes, index), tile)
+                mosaic.store(to, saturated(value, dtype))
+
+        def with_own(row, index, _):
             x = [normal(tiles.load(row.x, tile)) for tile in tiles.tiles]
             bits = reduced(jnp.maximum, jnp.max, map(magnitude_bits, x))
             # Mosaic computes with reinterpreted bits of arrays, but not of scalars.
@@ -47,12 +55,10 @@ def run(
                 to = tiles.tile(share.row(codes, index), tile)
                 mosaic.store(to, (x[tile] * inverse).astype(dtype))
 
-        share.over(row, rows)
+        share.over(with_own if known is None else with_known, rows)
 
-    outputs = (
-        jax.ShapeDtypeStruct(rows.x.shape, dtype),
-        jax.ShapeDtypeStruct((tokens,), jnp.float32),
-    )
-    operands = (rows,) if after is None else (rows, after)
+    scales = jax.ShapeDtypeStruct((tokens,), jnp.float32) if inverse is None else None
+    outputs = jax.ShapeDtypeStruct(rows.x.shape, dtype), scales
+    operands = rows, inverse, after
     codes, scales = share.launch("quantize_rows", kernel, outputs, *operands)
     return codes.reshape(x.shape), scales

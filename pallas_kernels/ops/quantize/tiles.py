@@ -91,7 +91,7 @@ def run(
         ):
             if copy is not None:
                 plgpu.copy_smem_to_gmem(staged, copy.codes.at[to])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @jax.custom_batching.sequential_vmap
     def launch(x):
