@@ -131,7 +131,7 @@ def test_rows_of_groups_are_float64s_but_for_rounding(
 @every_implementation
 @pytest.mark.parametrize("tuning", [TILE, TURNS, PAIRS])
 def test_the_amax_is_of_rows_in_groups(implementation, tuning):
-    """Tiles at borders read rows of the next group, whose products count for nothing."""
+    """Tiles at borders read rows of the next group, which do not count."""
     sizes, rng = [100, 0, 1, 60], np.random.default_rng(0)
     (a, wide_a), (b, wide_b) = (
         drawn(rng, shape, E4M3) for shape in ((256, 128), (4, 320, 128))

@@ -7,8 +7,8 @@ It is the dense matmul's kernel with another tile scheduler and another epilogue
 - b is read as one matrix [groups * n, k]. A tile's rows of it are its group's.
 - Subtiles at the border of a group are stored in parts of 32, 16, ... 1 rows.
 - Rows after the last group become zeros.
-- The amax of each row of a tile, if it is wanted, has a place by the tile's number. Rows
-  of other groups count as zeros.
+- The amax of each row of a tile, if it is wanted, has a place by the tile's number.
+  Rows of other groups count as zeros.
 """
 
 import dataclasses

@@ -227,7 +227,7 @@ class Tile:
             self._send(staged, out, *where)
 
     def larger(self, largest, value, j):
-        """Returns the larger magnitudes of subtiles, of which this one is at column j."""
+        """Returns the larger magnitudes of subtiles; this one begins at column j."""
         size = jnp.abs(value)
         return size if j == 0 else jnp.maximum(largest, size)
 

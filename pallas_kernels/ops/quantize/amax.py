@@ -93,8 +93,10 @@ def _strip(ref, start: Array) -> Array:
 
 def short(x: Float[Array, "..."]) -> Float[Array, " k"]:
     """Returns an array of the same amax that a thread block can read, as one axis."""
-    if x.size <= _LONGEST or x.size % _PARTS:
-        return x.reshape(-1)
+    x = x.reshape(-1)
+    if x.size <= _LONGEST:
+        return x
+    x = jnp.pad(x, (0, -x.size % _PARTS))  # Zeros, which XLA does not write.
     return magnitude(x.reshape(_PARTS, -1), axis=-1)
 
 
