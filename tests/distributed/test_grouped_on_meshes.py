@@ -70,6 +70,19 @@ def test_features_are_split(of_a, of_b, moved):
     assert y.sharding.is_equivalent_to(NamedSharding(where, P(None, of_b[1])), 2)
 
 
+@pytest.mark.parametrize("of_k", [None, "data"])
+def test_amaxes_are_of_the_whole_result(of_k):
+    """A sum over devices has its amax only after the sum."""
+    a, b = drawn(ROWS, K), drawn(GROUPS, N, K, seed=1)
+    b = b.at[2, N - 1].set(8.0)  # The largest results are on the last device.
+    sizes, where = jnp.asarray(SIZES), mesh()
+    multiply = partial(pk.grouped_matmul, keep_maxima=True)
+    expected = jnp.max(multiply(a, b, sizes)[1])
+    arrays = on(where, a, None, of_k), on(where, b, None, "tensor", of_k)
+    (_, maxima), _ = compiled(multiply, *arrays, on(where, sizes))
+    np.testing.assert_allclose(jnp.max(maxima), expected, rtol=1e-5)
+
+
 def test_weight_gradients_are_split_along_features():
     a, b = drawn(ROWS, N), drawn(ROWS, K, seed=1)
     sizes, where = jnp.asarray(SIZES), mesh()
