@@ -20,7 +20,7 @@ def settings_of(**changes) -> Settings:
 def after(batches, recipe="bf16", **changes):
     settings = settings_of(**changes)
     config = model_config(settings, recipe, 257)
-    trainer = training.Trainer(config, settings, steps=10)
+    trainer = training.Trainer(config, settings, steps=max(len(batches), 10))
     state, metrics = trainer.init(), []
     for batch in batches:
         state, measured = trainer.step(state, batch)
@@ -52,6 +52,19 @@ def test_released_steps_follow_ordinary_ones(ordinary, batches):
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+def test_losses_stay_those_of_clipping_for_300_steps(recipe):
+    shape = 300, 2, PRESETS["tiny"].settings.seq_len + 1
+    batches = np.random.default_rng(1).integers(0, 8, shape, np.int32)
+    _, ordinary, _ = after(batches, recipe)
+    _, released, _ = after(batches, recipe, release="clip", bad_step="skip")
+    clipped = sum(step.grad_norm > 1 for step in ordinary)
+    assert 50 < clipped < 250
+    losses = [[step.loss for step in steps] for steps in (released, ordinary)]
+    np.testing.assert_allclose(*losses, rtol=1e-3)
 
 
 def test_steps_without_clipping_know_no_norms(ordinary, batches):
