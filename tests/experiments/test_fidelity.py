@@ -48,10 +48,12 @@ def test_differences_are_paired_and_their_intervals_are_students():
     assert coat_row["nats"] == pytest.approx(0.05 / 3)
     assert table["te"]["percent"] == pytest.approx(10.0)
     assert table["te"]["percent_half"] is None
-    targets = summary.bars(list(table.values()), "text")
+    whole = {"regime": "text", "shared": 0.0}
+    targets = summary.bars(list(table.values()), whole)
     assert targets == []  # The last row of each variant is of another loss.
-    targets = summary.bars(summary.differences(runs), "text")
+    targets = summary.bars(summary.differences(runs), whole)
     assert [bar.holds for bar in targets] == [False, False]
+    assert summary.bars(summary.differences(runs), whole | {"shared": 0.7}) == []
     drawn = summary.table(summary.differences(runs), "title", "percent")
     assert "coat" in text_of(drawn)
 
@@ -230,10 +232,42 @@ def test_a_cut_run_goes_on_without_repeating_anything(tmp_path, monkeypatch, cap
     assert "other settings" in capsys.readouterr().err
 
 
+def test_variants_go_on_from_their_references_state():
+    """A reference that goes on from its own state ends as in a whole training."""
+    args = program._parser().parse_args(["--preset", "tiny", "--shared", "0.5"])
+    setup = program.setup_of(args)
+    rng = np.random.default_rng(0)
+    windows = tuple(rng.integers(0, 384, (8, 17)).astype(np.uint16) for _ in range(2))
+    programs = training.compiled(setup, variants.VARIANTS["bf16"], 8, 8)
+    start = training.shared(setup, programs, 0, windows[0])
+    assert start.step == setup.shared_steps == 2
+    whole = training.train(setup, programs, 0, windows)
+    later = training.train(setup, programs, 0, windows, start=start)
+    assert later["average_own"] == whole["average_own"]
+    assert later["last_own"] == whole["last_own"]
+
+    begin = functools.partial(training._begin, setup=setup)
+    begun = jax.jit(begin, static_argnames="variant")(
+        start, variant=variants.VARIANTS["coat"]
+    )
+    for actual, expected in zip(
+        jax.tree.leaves(begun.params), jax.tree.leaves(start.params), strict=True
+    ):
+        np.testing.assert_array_equal(actual, expected)
+    moments = coat.to_optax_state(begun.opt_state)
+    for actual, expected in zip(
+        jax.tree.leaves(moments), jax.tree.leaves(start.opt_state), strict=True
+    ):
+        error = np.linalg.norm(np.asarray(actual - expected, np.float64))
+        assert error <= 0.05 * np.linalg.norm(expected)
+    with pytest.raises(ValueError, match=r"below 1, got 1\.0"):
+        program.setup_of(program._parser().parse_args(["--shared", "1"]))
+
+
 def _file(path, seed, **changes):
     """Writes a results file of a process that has trained one seed."""
     settings = {"shape": {"layers": 3, "hidden": 32}, "steps": 4}
-    settings |= {"batch_size": 2, "seq_len": 16}
+    settings |= {"batch_size": 2, "seq_len": 16, "regime": "text", "shared": 0.0}
     extra = {"regime": "text", "settings": settings, "data": "a", "test_tokens": 64}
     runs = [_run("bf16", seed, 2.0), _run("coat", seed, 2.0 * (1 + seed / 100))]
     write_results(path, rows=runs, **extra | {"summary": [], "errors": {}} | changes)

@@ -87,6 +87,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, help="windows of a step (the preset's)")
     add("--lr", type=float, help="peak learning rate (the preset's)")
     add(
+        "--shared",
+        type=float,
+        default=0.0,
+        metavar="PART",
+        help="the part of the steps that are the reference's for its variants, too; "
+        "what a change costs after it is known with fewer seeds (0)",
+    )
+    add(
         "--seconds",
         type=float,
         default=float("inf"),
@@ -110,7 +118,9 @@ def setup_of(args: argparse.Namespace) -> training.Setup:
     for name in ("steps", "batch_size", "lr"):
         if not settings[name] > 0:
             raise ValueError(f"{name} must be positive, got {settings[name]}")
-    return training.Setup(regime=args.regime, **settings)
+    if not 0 <= args.shared < 1:
+        raise ValueError(f"shared must be at least 0 and below 1, got {args.shared}")
+    return training.Setup(regime=args.regime, shared=args.shared, **settings)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -134,6 +144,7 @@ class Study:
     out: Path
     finished: list[dict[str, Any]]
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
+    _shared: tuple[tuple[str, int], training.State] | None = None
 
     @classmethod
     def open(cls, args: argparse.Namespace) -> "Study":
@@ -184,8 +195,11 @@ class Study:
         if not missing:
             return
         windows = jax.device_put(self.data.train), jax.device_put(self.data.test)
-        needed = tuple(v for v in self.variants if v in {v for v, _ in missing})
-        total = len(missing) * self.setup.steps
+        of_missing = {name for v, _ in missing for name in (v.name, v.reference)}
+        needed = tuple(v for v in self.variants if v.name in of_missing)
+        steps, shared = self.setup.steps, self.setup.shared_steps
+        total = len(missing) * (steps - shared)
+        total += len({(v.reference, seed) for v, seed in missing}) * shared
         with (
             training.ahead(self.setup, needed, self.data) as programs,
             tqdm(total=total, unit="step", mininterval=5.0) as bar,
@@ -195,8 +209,12 @@ class Study:
                 ready = self._ready(variant, programs[variant.name])
                 if time.monotonic() > until:
                     break
-                if ready:
-                    self._run(variant, ready, seed, windows, bar)
+                of_reference = self._ready(
+                    VARIANTS[variant.reference], programs[variant.reference]
+                )
+                if ready and of_reference:
+                    both = ready, of_reference
+                    self._run(variant, both, seed, windows, bar)
 
     def _ready(
         self, variant: Variant, programs: Callable[[], training.Programs]
@@ -216,14 +234,20 @@ class Study:
     def _run(
         self,
         variant: Variant,
-        programs: training.Programs,
+        both: tuple[training.Programs, training.Programs],
         seed: int,
         windows: tuple[jax.Array, jax.Array],
         bar: tqdm,
     ) -> None:
-        """Trains once, and writes the results with the new row."""
+        """Trains once, and writes the results with the new row.
+
+        `both` are the programs of the variant and of its reference.
+        """
+        programs, of_reference = both
+        arguments = seed, windows, bar.update
         try:
-            losses = training.train(self.setup, programs, seed, windows, bar.update)
+            start = self._start(variant.reference, of_reference, *arguments)
+            losses = training.train(self.setup, programs, *arguments, start=start)
         except jax.errors.JaxRuntimeError as error:
             self.errors[variant.name] = one_line(error)[:300]
             return
@@ -232,6 +256,25 @@ class Study:
         row |= {"reference": variant.reference, "device": device()["name"]}
         self.finished.append(row)
         self.write()
+
+    def _start(
+        self,
+        reference: str,
+        programs: training.Programs,
+        seed: int,
+        windows: tuple[jax.Array, jax.Array],
+        advance: Callable[[int], Any],
+    ) -> training.State | None:
+        """Returns the state after the shared steps; None if there are none.
+
+        The last one is kept for the next variant.
+        """
+        if not self.setup.shared_steps:
+            return None
+        if self._shared is None or self._shared[0] != (reference, seed):
+            arguments = self.setup, programs, seed, windows[0], advance
+            self._shared = (reference, seed), training.shared(*arguments)
+        return self._shared[1]
 
     def write(self) -> dict[str, Any]:
         """Writes the results file, and returns its contents."""
@@ -243,7 +286,7 @@ class Study:
         }
         extra |= {"data": self.data.fingerprint, "errors": self.errors}
         extra["test_tokens"] = self.data.test[:, 1:].size
-        bars = summary.bars(differences, self.setup.regime)
+        bars = summary.bars(differences, extra["settings"])
         return write_results(self.out, rows=self.finished, bars=bars, **extra)
 
 

@@ -65,7 +65,7 @@ def joined(paths: Sequence[Path]) -> Results:
     differences = summary.differences(list(rows.values()))
     return {name: first[name] for name in _SHARED} | {
         "rows": list(rows.values()),
-        "bars": summary.bars(differences, first["regime"]),
+        "bars": summary.bars(differences, first["settings"]),
         "measured": files,
         "summary": differences,
         "errors": errors,

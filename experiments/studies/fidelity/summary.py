@@ -74,12 +74,12 @@ def _interval(unit: str, values: Sequence[float]) -> dict[str, float | None]:
     return {unit: fmean(values), **halves}
 
 
-def bars(summary: Sequence[Row], regime: str) -> list[Bar]:
-    """Returns the bars of `coat` in the regime "text", none in another."""
-    targets = []
+def bars(summary: Sequence[Row], settings: Mapping[str, Any]) -> list[Bar]:
+    """Returns the bars of `coat` for whole trainings on text, none for others."""
+    targets, whole_on_text = [], settings["regime"] == "text" and not settings["shared"]
     for row in summary:
         of_coat = (row["variant"], row["loss"]) == ("coat", "average_own")
-        if of_coat and regime == "text" and row["percent_half"] is not None:
+        if of_coat and whole_on_text and row["percent_half"] is not None:
             name = f"coat, % of averaged weights' loss above {REFERENCE}"
             targets = [
                 Bar.of(name, "<=", _MOST_PERCENT, row["percent"]),
@@ -147,9 +147,11 @@ def _unit(results: Mapping[str, Any]) -> str:
 def _title(results: Mapping[str, Any]) -> str:
     s = results["settings"]
     tokens = s["steps"] * s["batch_size"] * s["seq_len"]
+    shared = f", the first {s['shared']:.0%} shared" if s["shared"] else ""
     return (
         f"{results['regime']}: {s['shape']['layers']} layers of "
-        f"{s['shape']['hidden']}, {s['steps']} steps, {tokens / 1e6:,.1f} million bytes"
+        f"{s['shape']['hidden']}, {s['steps']} steps{shared}, "
+        f"{tokens / 1e6:,.1f} million bytes"
     )
 
 

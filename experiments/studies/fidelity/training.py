@@ -45,6 +45,10 @@ class Setup(OptimizerSettings):
       set_windows: Windows of the set that is memorized.
       average: The part of the steps in which a step's weights lose a factor e of their
         influence on the average of weights.
+      shared: The part of the steps that are the reference's for its variants, too.
+        Trainings that differ in their first bits drift as far apart as with other
+        seeds; over fewer steps they drift less, and fewer seeds tell what a change
+        costs in the last part of a training.
     """
 
     regime: Regime
@@ -55,6 +59,12 @@ class Setup(OptimizerSettings):
     average: float = 0.05
     end_lr: float = 0.0
     warmup_steps: int = 100
+    shared: float = 0.0
+
+    @property
+    def shared_steps(self) -> int:
+        """The number of shared steps."""
+        return round(self.shared * self.steps)
 
     def windows(self) -> texts.Windows:
         """Returns the windows to train and to test on.
@@ -101,6 +111,7 @@ class Programs(NamedTuple):
 
     Attributes:
       init: A function of the seed that returns a state.
+      begin: A function of the reference's state that returns the state to go on with.
       step: A function of a state, all windows and their order that returns the next
         state and the loss. The state is donated.
       losses: Functions of float32 parameters, all windows and a first row that return a
@@ -108,6 +119,7 @@ class Programs(NamedTuple):
     """
 
     init: Callable[..., State]
+    begin: Callable[..., State]
     step: Callable[..., tuple[State, Float32[Array, ""]]]
     losses: dict[str, Callable[..., Float32[Array, ""]]]
 
@@ -116,13 +128,16 @@ def compiled(setup: Setup, variant: Variant, train: int, test: int) -> Programs:
     """Compiles a variant's programs."""
     seed = jax.ShapeDtypeStruct((), jnp.int32)
     order = jax.ShapeDtypeStruct((setup.steps * setup.batch_size,), jnp.int32)
+    of_reference = partial(_init, setup=setup, variant=VARIANTS[variant.reference])
     init = partial(_init, setup=setup, variant=variant)
+    begin = partial(_begin, setup=setup, variant=variant)
     with _TRACING:
-        state = jax.eval_shape(init, seed)
+        state, before = (jax.eval_shape(fn, seed) for fn in (init, of_reference))
     step = partial(_step, setup=setup, variant=variant)
     arguments = state, _windows(setup, train), order
     return Programs(
         init=_program(init, seed),
+        begin=_program(begin, before),
         step=_program(step, *arguments, donate_argnums=0),
         losses={
             "own": _loss_program(setup, variant.forward, test),
@@ -183,6 +198,8 @@ def train(
     seed: int,
     windows: tuple[UInt16[Array, "n length+1"], UInt16[Array, "m length+1"]],
     advance: Callable[[int], Any] = lambda steps: None,
+    *,
+    start: State | None = None,
 ) -> dict[str, float]:
     """Trains once.
 
@@ -192,6 +209,7 @@ def train(
       seed: The seed of the initialization and of the order of windows.
       windows: The windows to train and to test on, on the device.
       advance: A function that is told how many steps are done since its last call.
+      start: The state after the shared steps, if there are any.
 
     Returns:
       The test losses of the last weights and of their average, each with the variant's
@@ -199,16 +217,9 @@ def train(
       of the steps; and the seconds. Losses are nats per token.
     """
     started = time.perf_counter()
-    count = setup.steps * setup.batch_size
-    order = jax.device_put(texts.order(seed, windows=len(windows[0]), count=count))
-    state = programs.init(np.int32(seed))
-    losses = []
-    for step in range(1, setup.steps + 1):
-        state, loss = programs.step(state, windows[0], order)
-        losses.append(loss)
-        if step % _WAIT == 0 or step == setup.steps:
-            jax.block_until_ready(loss)
-            advance(step % _WAIT or _WAIT)
+    state = programs.init(np.int32(seed)) if start is None else programs.begin(start)
+    steps = range(0 if start is None else setup.shared_steps, setup.steps)
+    state, losses = _after(setup, programs, seed, windows[0], advance, state, steps)
     last = losses[-math.ceil(setup.steps / 20) :]
     row = {"train_loss": math.fsum(map(float, last)) / len(last)}
     row["train_seconds"] = time.perf_counter() - started
@@ -217,6 +228,49 @@ def train(
         for forward, program in programs.losses.items():
             row[f"{name}_{forward}"] = _mean(setup, program, params, windows[1])
     return row | {"seconds": time.perf_counter() - started}
+
+
+def shared(
+    setup: Setup,
+    programs: Programs,
+    seed: int,
+    windows: UInt16[Array, "n length+1"],
+    advance: Callable[[int], Any] = lambda steps: None,
+) -> State:
+    """Returns the state after the shared steps, on the host.
+
+    Args:
+      setup: The settings.
+      programs: The reference's programs.
+      seed: The seed of the initialization and of the order of windows.
+      windows: The windows to train on, on the device.
+      advance: A function that is told how many steps are done since its last call.
+    """
+    state, steps = programs.init(np.int32(seed)), range(setup.shared_steps)
+    state, _ = _after(setup, programs, seed, windows, advance, state, steps)
+    return jax.device_get(state)
+
+
+def _after(
+    setup: Setup,
+    programs: Programs,
+    seed: int,
+    windows: UInt16[Array, "n length+1"],
+    advance: Callable[[int], Any],
+    state: State,
+    steps: range,
+) -> tuple[State, list[Array]]:
+    """Returns the state after some steps, and their losses."""
+    count = setup.steps * setup.batch_size
+    order = jax.device_put(texts.order(seed, windows=len(windows), count=count))
+    losses = []
+    for done, _ in enumerate(steps, 1):
+        state, loss = programs.step(state, windows, order)
+        losses.append(loss)
+        if done % _WAIT == 0 or done == len(steps):
+            jax.block_until_ready(loss)
+            advance(done % _WAIT or _WAIT)
+    return state, losses
 
 
 def _mean(setup: Setup, program: Callable, params: model.Params, test: Array) -> float:
@@ -239,6 +293,15 @@ def _init(seed: Int32[Array, ""], setup: Setup, variant: Variant) -> State:
     params = _stored(params, variant.param_dtype)
     opt_state = _optimizer(setup, variant).init(params)
     return State(params, average, opt_state, jnp.int32(0), jnp.int32(seed))
+
+
+def _begin(state: State, setup: Setup, variant: Variant) -> State:
+    """Returns a variant's state that goes on from its reference's."""
+    params = jax.tree.map(lambda p: p * variant.nudge, state.params)
+    params = _stored(params, variant.param_dtype)
+    like = jax.eval_shape(_optimizer(setup, variant).init, params)
+    opt_state = coat.from_optax_state(state.opt_state, like)
+    return state._replace(params=params, opt_state=opt_state)
 
 
 def _stored(params: model.Params, dtype: DTypeLike) -> model.Params:
