@@ -24,6 +24,13 @@ VARIANTS = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": "head", "head_dim": 16},
     "mistral": {"window": 5},
+    "all before": {
+        "qkv_bias": True,
+        "qk_norm": "head",
+        "head_dim": 16,
+        "window": 5,
+        "local_layers": (True, False),
+    },
     "gemma2": {
         "norm_placement": "both",
         "norm_offset": 1.0,
@@ -179,13 +186,12 @@ def loss_and_gradient(name: str, recipe: str):
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        ("qwen3", "coat"),
-        ("gemma3", "coat"),
+        ("all before", "coat"),
         *(
             slow(name, recipe)
             for name in VARIANTS
             for recipe in ("te", "coat", "coat_max", "coat_block")
-            if (name, recipe) not in (("qwen3", "coat"), ("gemma3", "coat"))
+            if (name, recipe) != ("all before", "coat")
         ),
     ],
 )
