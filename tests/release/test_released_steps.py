@@ -62,7 +62,12 @@ OPTIMIZERS = {
         {"key": KEY},
     ),
     "fp8_adamw, trace": (optax.chain(coat.fp8_adamw(1e-3), optax.trace(0.5)), {}),
-    "fp8_adamw, frozen": (by_rank(coat.fp8_adamw(1e-3), optax.set_to_zero()), {}),
+    "fp8_adamw, frozen": (
+        optax.partition(
+            {True: coat.fp8_adamw(1e-3), False: optax.set_to_zero()}, matrices
+        ),
+        {},
+    ),
 }
 CASES = [(name, stacked) for name in OPTIMIZERS for stacked in (True, False)]
 FAST = [
