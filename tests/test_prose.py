@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import io
 import re
 import tokenize
@@ -52,15 +53,23 @@ def _first_word(text: str) -> str:
     return actual[0] if actual else ""
 
 
-def _docstrings(source: str):
+_parsed = functools.cache(ast.parse)
+
+
+@functools.cache
+def _docstrings(source: str) -> list[tuple[int, str]]:
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-            yield getattr(node, "lineno", 1), text
+    return [
+        (getattr(node, "lineno", 1), text)
+        for node in ast.walk(_parsed(source))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node))
+    ]
 
 
 def _comments(source: str):
-    """Yields the first line of each comment."""
+    """Yields the first line of each comment, if one could begin with a wrong word."""
+    if not re.search(rf"# *({'|'.join(_NOT_IN_COMMENTS.split())})\b", source):
+        return
     lines, end = source.splitlines(), 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -147,7 +156,7 @@ def test_local_names_say_what_values_are(folder):
     names = collections.Counter(
         name.strip("_")
         for path in _BY_FOLDER[folder]
-        for name in _local_names(ast.parse(path.read_text()))
+        for name in _local_names(_parsed(path.read_text()))
     )
     generic = {name: count for name, count in names.items() if name in _GENERIC.split()}
     _, most = _LIMITS.get(folder, (0, _MOST_GENERIC * names.total()))
@@ -167,6 +176,5 @@ def test_phrases_and_names_are_counted(source, phrases, names):
     texts = (" ".join(re.sub("`.*?`", "", b).split()) for b in _blocks(source))
     assert sum(len(_ROUNDABOUT.findall(text)) for text in texts) == phrases
     assert (
-        sum(name in _GENERIC.split() for name in _local_names(ast.parse(source)))
-        == names
+        sum(name in _GENERIC.split() for name in _local_names(_parsed(source))) == names
     )

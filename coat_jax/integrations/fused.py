@@ -72,12 +72,13 @@ class TrainState(train_state.TrainState):
       ValueError: In a step, if `tx` does not end in `fp8_adamw`.
 
     Examples:
-      >>> import coat_jax as coat, jax.numpy as jnp
+      >>> import coat_jax as coat, jax, jax.numpy as jnp
       >>> from coat_jax.integrations.fused import TrainState
       >>> params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
       >>> tx = coat.fp8_adamw(1e-3)
       >>> state = TrainState.create(apply_fn=None, params=params, tx=tx)
-      >>> int(state.apply_gradients(grads=params).step)
+      >>> step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+      >>> int(step(state, params).step)
       1
     """
 

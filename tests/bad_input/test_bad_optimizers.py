@@ -1,5 +1,6 @@
 """Tests that optimizers refuse bad options, gradients and states by name."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -109,7 +110,9 @@ refused(
     contains="coat.from_optax_state",
 )
 refused(
-    lambda v: coat.fused_update(v, PARAMS, v.init(PARAMS), PARAMS),
+    lambda v: jax.eval_shape(
+        lambda params: coat.fused_update(v, params, v.init(params), params), PARAMS
+    ),
     [optax.adamw(1e-3), optax.chain(coat.fp8_adamw(1e-3), optax.scale(0.5))],
     name="fused_update without",
     contains="ends in coat.fp8_adamw",
@@ -163,7 +166,7 @@ def test_mu_dtype_is_that_of_moments_that_are_not_quantized():
     tx = coat.fp8_adamw(1e-3, mu_dtype=jnp.bfloat16)
     state = tx.init(params)
     for _ in range(2):
-        _, state = tx.update(params, state, params)
+        _, state = jax.eval_shape(tx.update, params, state, params)
     assert state[0].mu["w"].codes.dtype == jnp.float8_e4m3fn
     assert (state[0].mu["b"].dtype, state[0].nu["b"].dtype) == (
         jnp.bfloat16,

@@ -63,9 +63,8 @@ def _oracle_read(x, name):
     return oracle.dequantize(values, scales, _BLOCK, powers, format)
 
 
-@pytest.mark.parametrize("spread", [0.5, 2.5])
-def test_pairs_agree_with_numpy(rng, spread):
-    actual, gradients = _random_moments(rng, spread=spread)
+def test_pairs_agree_with_numpy(rng):
+    actual, gradients = _random_moments(rng, spread=2.5)
     rows = studies.pair_rows(_capture(actual, gradients))
     assert [(r["mu"], r["nu"]) for r in rows] == list(
         itertools.product(studies.CODES, studies.CODES)
@@ -87,7 +86,7 @@ def test_pairs_agree_with_numpy(rng, spread):
         assert row["error_with_lost"] == pytest.approx(unit * error.mean(), rel=5e-3)
         assert row["lost_percent"] == pytest.approx(100 * lost.mean(), rel=1e-5)
     lost = {row["nu"] for row in rows if row["lost_percent"]}
-    assert lost == ({"E4M3", "E5M2", "DE8"} if spread > 2 else set())
+    assert lost == {"E4M3", "E5M2", "DE8"}
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -114,8 +113,9 @@ def _quantized(x, format, expand):
     return coat.quantize(x, format=format, expand=expand)
 
 
-@pytest.mark.parametrize("expand", [False, True, 3.0])
-@pytest.mark.parametrize("format", [coat.E4M3, coat.E5M2])
+@pytest.mark.parametrize(
+    ("format", "expand"), [(coat.E4M3, False), (coat.E4M3, True), (coat.E5M2, 3.0)]
+)
 def test_stochastic_rounding_has_the_right_mean(rng, format, expand):
     x = jnp.asarray(rng.lognormal(0, 2, (6, 128)) * rng.choice([-1, 1], (6, 128)))
     x = x.astype(jnp.float32)

@@ -16,7 +16,7 @@ from experiments.training.runs import Run
 from experiments.training.settings import PRESETS, model_config
 from experiments.training.trainer import Trainer
 
-_TINY = ["--preset", "tiny", "--steps", "4", "--eval-every", "4"]
+_TINY = ["--preset", "tiny", "--steps", "9", "--eval-every", "9"]
 # A recipe's entry in the folder of its run.
 _MEASURED = {
     "losses": {"a": 1.0},
@@ -198,7 +198,7 @@ def test_runs_are_compared_and_measured_once(runs, tmp_path, monkeypatch, capsys
     plain, coat = (row["val_loss"] for row in actual["rows"])
     gaps = [row["val_gap_percent"] for row in actual["rows"]]
     assert gaps == [0, pytest.approx(100 * (coat / plain - 1))]
-    assert [len(row["losses"]) for row in actual["curves"]] == [4, 4]
+    assert [len(row["losses"]) for row in actual["curves"]] == [9, 9]
     assert out.with_suffix(".png").exists()
     assert "Right answers to multiple-choice questions" in capsys.readouterr().out
 
@@ -211,13 +211,13 @@ def test_runs_are_compared_and_measured_once(runs, tmp_path, monkeypatch, capsys
     (runs[0] / "compared.json").unlink()
     assert compare.main(argv) == 2
     output = capsys.readouterr().err
-    assert f"latest checkpoint of bf16 in {runs[0]} is of step 0, not of 4" in output
+    assert f"latest checkpoint of bf16 in {runs[0]} is of step 0, not of 9" in output
 
 
 @pytest.mark.slow
 def test_runs_that_do_not_compare_are_refused(runs, tmp_path, capsys):
     for folder in runs:  # Measuring would take time.
-        entry = {"steps": 4, "recipes": {folder.name: _MEASURED}}
+        entry = {"steps": 9, "recipes": {folder.name: _MEASURED}}
         (folder / "compared.json").write_text(json.dumps(entry))
 
     def said(*folders):
@@ -264,7 +264,7 @@ def test_recipes_without_a_common_seed_have_no_answers(runs, text, tmp_path):
     argv = ["--recipes", "te", "--seed", "1", "--out", str(other)]
     assert pretrain.main([*_TINY, *argv, "--data", str(text)]) == 0
     for folder, recipe in ((runs[0], "bf16"), (other, "te")):
-        entry = {"steps": 4, "recipes": {recipe: _MEASURED}}
+        entry = {"steps": 9, "recipes": {recipe: _MEASURED}}
         (folder / "compared.json").write_text(json.dumps(entry))
     out = tmp_path / "compared.json"
     assert compare.main([str(runs[0]), str(other), "--out", str(out)]) == 0

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.events import events
 from helpers.main_job import write_letters
 
 from experiments.pretrain import program as pretrain
@@ -89,11 +90,14 @@ def test_a_run_writes_reports_and_a_figure(tmp_path):
     folder = tmp_path / "run"
     argv = ["--preset", "tiny", "--recipes", "bf16", "--data", str(text)]
     argv += ["--steps", "5", "--health-every", "2", "--out", str(folder)]
+    argv += ["--tensorboard"]
     assert pretrain.main(argv) == 0
     lines = (folder / "health.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert {(row["recipe"], row["step"]) for row in rows} == {("bf16", 2), ("bf16", 4)}
     assert {row["of"] for row in rows} == {"parameters", "gradients", "activations"}
+    board = [*events(folder / "tensorboard" / "bf16")]
+    assert any(tag.endswith("amax") for step, tag, _ in board if step == 4)
     assert (folder / "health.png").read_bytes().startswith(b"\x89PNG")
     gc.collect()  # The finished run holds the lock of its folder.
     run = runs.Run.resume(folder, {"health_every": 3})

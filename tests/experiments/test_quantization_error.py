@@ -46,13 +46,13 @@ def settings(text):
 
 
 @pytest.fixture(scope="module")
-def captured(settings):
+def captured(settings, shared_trainers):
     every = {"groups": 10**6, "sample": 10**6}
     return capture.capture(settings, at=(_START,), window=_WINDOW, **every)
 
 
 @pytest.fixture(scope="module")
-def states(settings):
+def states(settings, shared_trainers):
     """The states before and after the captured gradients."""
     trained = capture.train(settings)
     state, _ = next(itertools.islice(trained, _START, None))

@@ -4,8 +4,10 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
+from helpers.events import events
 from helpers.kills import Killed, on_call
 from helpers.main_job import (
     bits,
@@ -19,6 +21,7 @@ from helpers.main_job import (
 from experiments.pretrain import program as pretrain
 from experiments.training import plots, runs
 from experiments.training.settings import Settings
+from experiments.training.tensorboard import Board
 from experiments.training.trainer import Trainer
 
 _STEPS, _MORE = 9, 14
@@ -186,6 +189,44 @@ def test_a_budget_and_a_repeated_command(tmp_path):
     assert resumed(steps=100) == (100, 100, 50)
     with pytest.raises(ValueError, match=r"--minutes 2\.0 was given and .* has 1\.0"):
         resumed(minutes=2.0)
+
+
+def test_a_run_and_its_resume_write_all_rows_for_tensorboard(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        on_call(patch, Board, "write", 3)
+        with pytest.raises(Killed):
+            _nine_steps(tmp_path, "--recipes", "bf16", "--tensorboard")
+    assert resume(tmp_path / "run", "--tensorboard") == 0
+    board = events(tmp_path / "run" / "tensorboard" / "bf16")
+    values = {(step, tag): value for step, tag, value in board}
+    for row in rows_of(tmp_path / "run"):
+        for name in ("loss", "grad_norm", "lr", "val_loss"):
+            if name in row:
+                assert values[row["step"], name] == pytest.approx(row[name], rel=1e-6)
+
+
+def test_a_run_without_the_flag_writes_nothing_for_tensorboard(finished_in_bf16):
+    assert not (finished_in_bf16 / "tensorboard").exists()
+
+
+def test_an_end_of_memory_is_one_line(tmp_path, monkeypatch, capsys):
+    reason = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte."
+
+    def run_out():
+        raise jax.errors.JaxRuntimeError(reason)
+
+    on_call(monkeypatch, Trainer, "step", 3, run_out)
+    text = write_letters(tmp_path / "text.txt")
+    argv = [*_ARGV, "--recipes", "bf16", "--data", str(text)]
+    assert pretrain.main([*argv, "--out", str(tmp_path / "run")]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "error" in line]
+    assert "bf16: out of memory on a device: a step has parameters 0.00 GiB" in line
+    assert "saved activations" in line
+    assert len(rows_of(tmp_path / "run")) == 2
+    reason = "INTERNAL: another error"
+    on_call(monkeypatch, Trainer, "step", 1, run_out)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another error"):
+        resume(tmp_path / "run")
 
 
 def test_means_leave_nan_out():

@@ -1,5 +1,7 @@
 """A small model and steps that tests of `coat.value_and_update` share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,28 @@ def assert_steps_equal(loss, tx, params, *args, steps: int = 2, **options):
     released = coat.value_and_update(loss, tx)
     actual = after(released, params, state, *args, steps=steps, **options)
     assert_same_tree_bits(actual, expected)
+
+
+SCANNED, SGD = loss_of(coat.scan_layers), optax.sgd(0.1)
+
+
+@functools.cache
+def plain():
+    """Returns what an ordinary step of `SGD` makes of scanned parameters."""
+    params = parameters(stacked=True)
+    return after(ordinary(SCANNED, SGD), params, SGD.init(params), tokens(), steps=1)
+
+
+def assert_step_is_plain(loss):
+    """Asserts that a released step of another form of `SCANNED` has `plain`'s bits.
+
+    Its loss may be a sum in another order.
+    """
+    params = parameters(stacked=True)
+    step = coat.value_and_update(loss, SGD)
+    actual = after(step, params, SGD.init(params), tokens(), steps=1)
+    np.testing.assert_allclose(actual[0], plain()[0], rtol=1e-6)
+    assert_same_tree_bits(actual[1:], plain()[1:])
 
 
 def assert_same_tree_bits(actual, expected):

@@ -90,7 +90,15 @@ def test_the_kernel_that_skips_what_does_not_count_runs_on_hopper(
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(
-    "masks", [{}, {"window": 5}, {"window": 50}, {"causal": False}, {"ids": True}]
+    "masks",
+    [
+        {},
+        {"window": 5},
+        {"window": 50},
+        {"causal": False},
+        {"ids": True},
+        {"ids": True, "window": 1},
+    ],
 )
 def test_attention_and_its_gradients(softcap, masks):
     keys = jax.random.split(jax.random.key(0), 4)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.gradients import fake, saved, value_and_vjp
+from helpers.gradients import compiled, fake, saved, value_and_vjp
 from helpers.models import normal
 
 from coat_jax.layers.blockwise import linear
@@ -41,7 +41,6 @@ def check(actual, expected, dtype):
 @pytest.mark.parametrize(
     ("batch", "k", "n", "dtype", "w_dtype"),
     [
-        ((2, 128), 256, (128,), jnp.bfloat16, jnp.bfloat16),
         ((3, 50), 200, (2, 72), jnp.float32, jnp.bfloat16),
         ((130,), 40, (300,), jnp.bfloat16, jnp.float32),
     ],
@@ -63,9 +62,9 @@ def test_product_and_both_gradients(batch, k, n, dtype, w_dtype):
 
 
 def test_an_outlier_spoils_its_block_only():
-    x = normal(1, 256, 256, dtype=jnp.float32).at[0, 0].set(1e6)
-    w = jnp.eye(256)
-    error = np.abs(np.asarray(linear(x, w) - x))
+    x = np.array(normal(1, 256, 256))
+    x[0, 0] = 1e6
+    error = np.abs(compiled(linear, x, np.eye(256, dtype=np.float32)) - x)
     assert error[0, :128].max() > 0.5
     assert error[:, 128:].max() < 0.2
     assert error[1:].max() < 0.2
@@ -77,10 +76,11 @@ def test_saves_its_arguments_alone():
 
 
 def test_empty_batch_and_other_dtypes():
-    assert linear(jnp.ones((0, 16)), jnp.ones((8, 16))).shape == (0, 8)
-    x = jnp.ones((4, 16), jnp.float16)
-    grads = jax.grad(lambda x: jnp.sum(linear(x, jnp.ones((8, 16)))))(x)
-    assert grads.dtype == jnp.float16
+    w = np.ones((8, 16), np.float32)
+    assert compiled(linear, jnp.ones((0, 16)), w).shape == (0, 8)
+    gradient = jax.grad(lambda x: jnp.sum(linear(x, w)))
+    x = jax.ShapeDtypeStruct((4, 16), jnp.float16)
+    assert jax.eval_shape(gradient, x).dtype == jnp.float16
 
 
 def test_sizes_that_do_not_fit_are_named():

@@ -59,12 +59,6 @@ NAMES = list(inputs())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_values(name):
-    fn, reference, args = inputs()[name]
-    assert_close(fn(*args), reference(*wide(*args)), 1e-6)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_bfloat16(name):
     """Norms round once, gates after every operation."""
     fn, reference, args = inputs(jnp.bfloat16)[name]
@@ -82,7 +76,8 @@ def test_gradients_are_the_slopes_of_the_reference(name):
     """Gradients equal central differences in float64 along random directions."""
     fn, reference, args = inputs()[name]
     dy = normal(7, *args[0].shape)
-    _, gradients = value_and_vjp(fn, dy, *args)
+    y, gradients = value_and_vjp(fn, dy, *args)
+    assert_close(y, reference(*wide(*args)), 1e-6)
     gradients, at, (weights,) = wide(*gradients), wide(*args), wide(dy)
     for i, gradient in enumerate(gradients):
         direction = np.random.default_rng(i).standard_normal(gradient.shape)

@@ -33,15 +33,26 @@ def arrays(dtype=np.float32, seed=0):
     return [np.array(jnp.asarray(v, dtype).astype(jnp.float32)) for v in (x, w, dy)]
 
 
-def results(dot, x, w, sizes, dy):
-    """Returns the result of a matmul and both gradients, compiled."""
+@functools.partial(jax.jit, static_argnames=("dot", "preferred"))
+def results(x, w, sizes, dy, dot=coat.fp8_ragged_dot, preferred=None):
+    """Returns the result of a matmul and both gradients."""
 
-    @jax.jit
-    def run(x, w, sizes, dy):
-        y, vjp = jax.vjp(lambda x, w: dot(x, w, sizes), x, w)
-        return y, *vjp(dy.astype(y.dtype))
+    def product(x, w):
+        return dot(x, w, sizes, preferred_element_type=preferred)
 
-    return run(x, w, jnp.asarray(sizes), dy)
+    y, vjp = jax.vjp(product, x, w)
+    return y, *vjp(dy.astype(y.dtype))
+
+
+def in_float64(x, w, sizes, dy):
+    """Computes the results of `jax.lax.ragged_dot`."""
+    x, w, dy = (np.asarray(v, np.float64) for v in (x, w, dy))
+    y, dx, dw = np.zeros((len(x), w.shape[-1])), np.zeros(x.shape), np.zeros(w.shape)
+    for e, end in enumerate(np.cumsum(sizes)):
+        of_expert = slice(end - sizes[e], end)
+        y[of_expert], dx[of_expert] = x[of_expert] @ w[e], dy[of_expert] @ w[e].T
+        dw[e] = x[of_expert].T @ dy[of_expert]
+    return y, dx, dw
 
 
 def expected(x, w, sizes, dy):
@@ -69,9 +80,7 @@ def test_results_are_those_of_quantized_numbers(kind):
     exact = expected(x, w, sizes, dy)
     for array in (x, dy):  # Rows of no group are not read.
         array[sum(sizes) :] = np.nan
-    for found, right in zip(
-        results(coat.fp8_ragged_dot, x, w, sizes, dy), exact, strict=True
-    ):
+    for found, right in zip(results(x, w, jnp.asarray(sizes), dy), exact, strict=True):
         assert (found.shape, found.dtype) == (right.shape, jnp.float32)
         unit = np.abs(right).max() or 1.0
         np.testing.assert_allclose(found, right, rtol=0, atol=1e-6 * unit)
@@ -80,19 +89,17 @@ def test_results_are_those_of_quantized_numbers(kind):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_dtypes_are_those_of_ragged_dot(dtype):
     x, w, dy = (jnp.asarray(v, dtype) for v in arrays(dtype))
+    sizes = jnp.asarray(SIZES["random"])
     for preferred in (None, jnp.float32):
-        found, right = (
-            results(
-                functools.partial(dot, preferred_element_type=preferred),
-                *(x, w, SIZES["random"], dy),
-            )
-            for dot in (coat.fp8_ragged_dot, lax.ragged_dot)
+        run = functools.partial(results, preferred=preferred)
+        expected_types = jax.eval_shape(
+            functools.partial(run, dot=lax.ragged_dot), x, w, sizes, dy
         )
-        for ours, theirs in zip(found, right, strict=True):
-            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-            error = np.asarray(ours - theirs, np.float64)
-            scale = np.linalg.norm(np.asarray(theirs, np.float64))
-            assert np.linalg.norm(error) < 0.1 * scale
+        assert jax.eval_shape(run, x, w, sizes, dy) == expected_types
+    exact = in_float64(x, w, SIZES["random"], dy)
+    for ours, right in zip(run(x, w, sizes, dy), exact, strict=True):
+        error = np.asarray(ours, np.float64) - right
+        assert np.linalg.norm(error) < 0.1 * np.linalg.norm(right)
 
 
 def test_experts_with_other_magnitudes_keep_their_digits():
@@ -100,8 +107,8 @@ def test_experts_with_other_magnitudes_keep_their_digits():
     x, w, dy = arrays()
     w *= np.exp2(np.float32([-30, 0, 30, 10, -10]))[:, None, None]
     sizes = SIZES["random"]
-    _, dx, _ = results(coat.fp8_ragged_dot, x, w, sizes, dy)
-    _, exact, _ = results(lax.ragged_dot, x, w, sizes, dy)
+    _, dx, _ = results(x, w, jnp.asarray(sizes), dy)
+    _, exact, _ = in_float64(x, w, sizes, dy)
     for e, end in enumerate(np.cumsum(sizes)):
         of_expert = slice(end - sizes[e], end)
         error = np.linalg.norm(dx[of_expert] - exact[of_expert])
@@ -180,15 +187,9 @@ def test_kernels_agree_with_float64_on_a_gpu(kind):
     in_jnp = {c.operation for c in choices if c.implementation != "mosaic"}
     assert in_jnp == {"tensor_scales"}  # XLA is as fast with one array.
     wide = [np.asarray(v.astype(jnp.float32), np.float64) for v in (x, w, dy)]
-    found = results(run, x, w, sizes, dy)
-    end, (x, w, dy) = 0, wide
-    y, dx, dw = np.zeros((m, n)), np.zeros((m, k)), np.zeros((e, k, n))
-    for expert, size in enumerate(sizes):
-        start, end = end, end + size
-        y[start:end] = x[start:end] @ w[expert]
-        dx[start:end] = dy[start:end] @ w[expert].T
-        dw[expert] = x[start:end].T @ dy[start:end]
-    for ours, right in zip(found, (y, dx, dw), strict=True):
+    found = results(x, w, jnp.asarray(sizes), dy)
+    exact = in_float64(*wide[:2], sizes, wide[2])
+    for ours, right in zip(found, exact, strict=True):
         error = np.asarray(ours.astype(jnp.float32), np.float64) - right
         # The rounding of both operands to E4M3, or of one to E5M2.
         assert np.linalg.norm(error) < 0.08 * np.linalg.norm(right)

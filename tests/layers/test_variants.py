@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import small_models
-from helpers.gradients import assert_close, compiled, cosine, value_and_vjp
+from helpers.attention import oracle
+from helpers.gradients import assert_close, compiled, cosine
 from helpers.marks import slow
 from helpers.models import normal
 
@@ -24,6 +25,13 @@ VARIANTS = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": "head", "head_dim": 16},
     "mistral": {"window": 5},
+    "all before": {
+        "qkv_bias": True,
+        "qk_norm": "head",
+        "head_dim": 16,
+        "window": 5,
+        "local_layers": (True, False),
+    },
     "gemma2": {
         "norm_placement": "both",
         "norm_offset": 1.0,
@@ -46,27 +54,13 @@ VARIANTS = {
 }
 
 
-def attention(q, k, v, *, window=None, softcap=None, scale=None, segments=None):
-    """Computes attention in float64, one query and head after another."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out = np.zeros_like(q)
-    for b, i, n in np.ndindex(q.shape[:3]):
-        j = np.arange(i + 1)
-        near = j > i - window if window is not None else j >= 0
-        if segments is not None:
-            near &= segments[b, j] == segments[b, i]
-        head = n // (q.shape[2] // k.shape[2])
-        scores = scale * k[b, j[near], head] @ q[b, i, n]
-        if softcap is not None:
-            scores = softcap * np.tanh(scores / softcap)
-        shares = np.exp(scores - scores.max())
-        out[b, i, n] = shares @ v[b, j[near], head] / shares.sum()
-    return out
-
-
 def heads(length=12):
     return tuple(normal(i, 2, length, n, 8) for i, n in enumerate((4, 2, 2)))
+
+
+def attention(q, k, v, *, scale=8**-0.5, **scores):
+    """Computes attention in float64."""
+    return oracle(q, k, v, q, scale=scale, **scores)[0]
 
 
 SCORES = {
@@ -77,21 +71,6 @@ SCORES = {
     "softcap": {"softcap": 0.5},
     "all": {"window": 4, "softcap": 0.5, "scale": 0.7},
 }
-
-
-@pytest.mark.parametrize("name", SCORES)
-@pytest.mark.parametrize("packed", [False, True])
-def test_attention_with_scores(name, packed):
-    q, k, v = heads()
-    segments = np.array([[0] * 5 + [1] * 7, [0] * 9 + [1] * 3]) if packed else None
-    run = functools.partial(
-        causal_attention, segment_ids=segments, scores=Scores(**SCORES[name])
-    )
-    expected = attention(q, k, v, segments=segments, **SCORES[name])
-    assert_close(compiled(run, q, k, v), expected, 1e-5)
-    # The copies are read in backward, so forward is the same.
-    kept = compiled(lambda q, k, v: run(q, k, v, (q, k, v)), q, k, v)
-    assert_close(kept, expected, 1e-5)
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -118,24 +97,6 @@ def test_attention_to_a_cache(name):
         seen,
     )
     assert_close(actual, expected[:, 9:10], 1e-5)
-
-
-@pytest.mark.parametrize("name", ["window", "softcap"])
-def test_gradients_of_attention_with_scores(name):
-    q, k, v = heads()
-    run = functools.partial(causal_attention, scores=Scores(**SCORES[name]))
-    dy = normal(3, *q.shape)
-    _, gradients = value_and_vjp(run, dy, q, k, v)
-    at = [np.asarray(x, np.float64) for x in (q, k, v)]
-    for i, gradient in enumerate(gradients):
-        direction = np.random.default_rng(i).standard_normal(gradient.shape)
-        ends = []
-        for step in (1e-5, -1e-5):
-            moved = [*at[:i], at[i] + step * direction, *at[i + 1 :]]
-            ends.append(attention(*moved, **SCORES[name]))
-        slope = np.sum((ends[0] - ends[1]) * np.asarray(dy, np.float64)) / 2e-5
-        found = np.sum(np.asarray(gradient, np.float64) * direction)
-        assert found == pytest.approx(slope, rel=1e-4, abs=1e-4)
 
 
 def test_frequencies_of_llama_3_1():
@@ -179,13 +140,12 @@ def loss_and_gradient(name: str, recipe: str):
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        ("qwen3", "coat"),
-        ("gemma3", "coat"),
+        ("all before", "coat"),
         *(
             slow(name, recipe)
             for name in VARIANTS
             for recipe in ("te", "coat", "coat_max", "coat_block")
-            if (name, recipe) not in (("qwen3", "coat"), ("gemma3", "coat"))
+            if (name, recipe) != ("all before", "coat")
         ),
     ],
 )

@@ -102,7 +102,7 @@ def gradients(recipe: str):
     )
 
 
-@pytest.mark.parametrize("recipe", [slow("te"), slow("coat"), "coat_max"])
+@pytest.mark.parametrize("recipe", [*map(slow, ("te", "coat", "coat_max"))])
 def test_gradients_of_packed_sequences_by_recipe(recipe):
     loss, grads = gradients(recipe)
     expected_loss, expected = gradients("bf16")

@@ -55,9 +55,9 @@ PLAIN, FUSED = (jnp.float32, False), (jnp.bfloat16, True)
     ("shape", "dtype", "fused"),
     [
         slow(SHAPES[0], *PLAIN),
-        (SHAPES[0], *FUSED),
-        (SHAPES[1], *PLAIN),
-        slow(SHAPES[2], *FUSED),
+        slow(SHAPES[0], *FUSED),
+        slow(SHAPES[1], *PLAIN),
+        (SHAPES[2], *FUSED),
         slow(SHAPES[3], *PLAIN),
     ],
 )

@@ -216,7 +216,7 @@ def test_the_state_itself_is_accepted(state, like):
 def test_nan_that_gradients_have_left_comes_back(like):
     """A group of gradients that were not finite has the scale NaN."""
     grads = {"w": jnp.full(SHAPE, jnp.inf), "b": jnp.ones(8)}
-    state = TX.update(grads, TX.init(PARAMS), PARAMS)[1]
+    state = jax.jit(TX.update)(grads, TX.init(PARAMS), PARAMS)[1]
     assert np.isnan(state[0].mu["w"].scale).all()
     assert_same_bits(restored(like, written(state)), state)
 
@@ -238,7 +238,7 @@ def test_states_of_all_optimizers_pass(tx):
     grads = {"w": jnp.asarray(gradients(1)), "b": jnp.ones(8)}
     state = tx.init(PARAMS)
     check_restored(state, jax.eval_shape(tx.init, PARAMS))
-    state = tx.update(grads, state, PARAMS)[1]
+    state = jax.jit(tx.update)(grads, state, PARAMS)[1]
     check_restored(state, tx.init(PARAMS))
     check_restored(jax.eval_shape(lambda: state), tx.init(PARAMS))
     jax.jit(lambda s: check_restored(s, state))(state)

@@ -95,7 +95,7 @@ def test_nothing_adds_up_over_many_steps(steps):
         (coat.scale_by_fp8_adam, 0.9),
         slow(coat.scale_by_fp8_adam, 0.999),
         slow(optax.trace, 0.99),
-        (optax.trace, 0.999),
+        slow(optax.trace, 0.999),
     ],
 )
 def test_first_moments_follow_as_well(b1, make):

@@ -114,8 +114,8 @@ def assert_rounded_once_more(new, old):
 
 def test_moments_themselves_are_converted():
     params, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(3)]
-    _, _, state = run(coat.scale_by_fp8_adam(), params, grads)
-    _, _, theirs = run(optax.scale_by_adam(), params, grads)
+    _, _, state = run(coat.scale_by_fp8_adam(), params, grads, jit=True)
+    _, _, theirs = run(optax.scale_by_adam(), params, grads, jit=True)
     converted = coat.to_optax_state(state)
     assert isinstance(converted, optax.ScaleByAdamState)
     assert converted.count == theirs.count

