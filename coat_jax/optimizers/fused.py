@@ -86,11 +86,15 @@ def requested_update(
     request: "FusedRequest",
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-    """Computes `fused_update` with the key and the stacks of a request."""
+    """Computes `fused_update` with the key and the stacks of a request.
+
+    Raises:
+      NotFusedError: If `fp8_adamw` steps none of all parameters.
+    """
     tx = optax.with_extra_args_support(tx)
     updates, state = tx.update(grads, state, params, coat_fused=request, **extra_args)
     is_applied = [isinstance(u, Applied) for u in jax.tree.leaves(updates)]
-    if is_applied and not any(is_applied):
+    if is_applied and not any(is_applied) and not request.is_part:
         reason = "no fp8_adamw was reached: there is none, or what is around it hands "
         raise NotFusedError(
             _refusal(reason + "no extra arguments on (optax.MultiSteps)")
@@ -112,10 +116,13 @@ class FusedRequest:
     Attributes:
       key: The key of stochastic rounding, or None.
       stacks: The stacks that parameters and moments are slices of, or None.
+      is_part: Whether the step is of some parameters only, which may all be ones that
+        `fp8_adamw` does not step.
     """
 
     key: Key[Array, ""] | None
     stacks: Stacks | None = None
+    is_part: bool = False
 
 
 class NotFusedError(ValueError):

@@ -209,7 +209,7 @@ class Optimizer:
         state = self.params.part_of_state(states)
         arguments = self.params.tree(grads), state, self.params.tree(params)
         if self.is_fused:
-            request = FusedRequest(key=self.key, stacks=stacks)
+            request = FusedRequest(key=self.key, stacks=stacks, is_part=True)
             new, state = requested_update(self.tx, *arguments, request)
         else:
             updates, state = self.tx.update(*arguments)
