@@ -14,7 +14,6 @@ from helpers.gradients import (
     saved,
     saved_bytes,
 )
-from helpers.marks import slow
 
 import coat_jax as coat
 from coat_jax.convert.rules import chosen_blocks, shapes_of
@@ -188,22 +187,20 @@ def test_rules_choose_matmuls_by_path(rule):
     )
 
 
-@pytest.mark.parametrize("method", [slow("__call__"), "encode"])
-def test_linen_model_keeps_paths_and_nearly_its_gradients(method):
+def test_linen_model_keeps_paths_and_nearly_its_gradients():
     model = LinenModel()
     light = coat.fp8(model)
     params = jax.jit(model.init)(jax.random.key(0), tokens())
-    again = jax.jit(light.init)(jax.random.key(0), tokens())
-    assert_close(params, again, 0)
+    again = jax.eval_shape(light.init, jax.random.key(0), tokens())
+    assert again == jax.eval_shape(model.init, jax.random.key(0), tokens())
     assert isinstance(light, LinenModel)
     assert light.depth == 2
-
-    training = {"train": True, "rngs": {"dropout": jax.random.key(3)}}
-    options = training if method == "encode" else {}
+    options = {"method": "encode", "train": True}
 
     def gradient(model):
         def scalar(params):
-            return loss(model.apply(params, tokens(), method=method, **options))
+            rngs = {"dropout": jax.random.key(3)}
+            return loss(model.apply(params, tokens(), rngs=rngs, **options))
 
         return flat(compiled(jax.grad(scalar), params))
 
@@ -252,14 +249,15 @@ def test_batched_weights_in_any_order_of_axes(order):
     )
     light = coat.fp8(experts)
 
-    def both(f):
-        return f(w, x), jax.grad(lambda w: jnp.sum(f(w, x) ** 2))(w)
+    def scalar(w, x):
+        y = light(w, x)
+        return jnp.sum(y**2), y
 
-    (y, dw), (expected, dw_expected) = (
-        compiled(lambda f=f: both(f)) for f in (light, experts)
-    )
+    dw, y = compiled(jax.grad(scalar, has_aux=True), w, x)
+    expected = np.einsum(order, w, x)
     assert_close(y, expected, 0.05)
-    assert_close(dw, dw_expected, 0.1)
+    gradient = f"{order.split('->')[1]},{second}->{first}"
+    assert_close(dw, np.einsum(gradient, 2 * expected, x), 0.1)
     assert fp8_parameters(lambda w: light(w, x), w) == {""}
 
 
