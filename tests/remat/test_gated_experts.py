@@ -4,11 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-from helpers.gradients import fake
-from helpers.marks import slow, slow_except
+from helpers.marks import slow
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -18,11 +16,7 @@ from coat_jax.fusion.gathers import gathers
 
 TOKENS, CHOICES, EXPERTS, HIDDEN, INNER = 24, 2, 4, 32, 32
 ROWS = TOKENS * CHOICES
-SIZES = {
-    "uneven": (20, 3, 0, 25),
-    "one expert": (0, ROWS, 0, 0),
-    "rows of none": (7, 0, 11, 8),
-}
+SIZES = {"uneven": (20, 3, 0, 25), "rows of none": (7, 0, 11, 8)}
 
 
 def arguments(sizes="uneven", dtype=jnp.float32):
@@ -45,7 +39,7 @@ def split(y):
 
 
 def sliced(y):
-    return y[:, :INNER], y[:, INNER:]
+    return y[:, : y.shape[1] // 2], y[:, y.shape[1] // 2 :]
 
 
 def mlp(rows, params, sizes, dot, *, halves=split, act=jax.nn.silu):
@@ -194,52 +188,18 @@ def test_a_matmul_is_in_one_operation():
     args = arguments()
     names = names_of(fn, *args)
     assert (names.count("fused_matmul"), names.count("fp8_ragged_dot")) == (1, 1)
-    jax.jit(coat.fp8_remat(fn))(*args)
-
-
-def by_numpy(params, x, ids, sizes):
-    """Computes the layer with operands rounded to E4M3, and sums in float64."""
-    gate_up, down = (
-        np.swapaxes(fake(np.swapaxes(np.asarray(w), 1, 2), w.shape[1]), 1, 2)
-        for w in (params["gate_up"], params["down"])
-    )
-    order = np.argsort(np.asarray(ids), kind="stable")
-    rows, out = fake(np.asarray(x), HIDDEN)[order // CHOICES].astype(float), []
-    ends = np.cumsum(sizes)
-    for i, row in enumerate(rows):
-        expert = int(np.searchsorted(ends, i, side="right"))
-        if expert == EXPERTS:
-            out.append(np.zeros(HIDDEN))
-            continue
-        gate, up = np.split((row @ gate_up[expert]).astype(np.float32), 2)
-        a = gate / (1 + np.exp(-gate)) * up
-        scale = np.max(np.abs(a)) / np.float32(448)
-        codes = (a / scale).astype(ml_dtypes.float8_e4m3fn)
-        out.append(codes.astype(float) * scale @ down[expert])
-    total = np.zeros((TOKENS, HIDDEN))
-    np.add.at(total, order // CHOICES, np.array(out))
-    return total
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_values_are_numpys(sizes):
-    args = arguments(sizes)
-    run = functools.partial(layer, mlp, dot=coat.fp8_ragged_dot)
-    actual = jax.jit(coat.fp8_remat(run))(*args)
-    expected = by_numpy(*args)
-    # A code of the gate's output may be its neighbor, by the last bit of a sum.
-    assert np.linalg.norm(actual - expected) <= 2e-3 * np.linalg.norm(expected)
-
-
-GRADIENTS = [("split", "uneven"), *((form, "rows of none") for form in FORMS)]
+    jax.eval_shape(coat.fp8_remat(fn), *args)
 
 
 @pytest.mark.parametrize(
-    ("form", "sizes"),
-    slow_except([GRADIENTS[0], ("gelu", "rows of none")], GRADIENTS),
+    ("form", "inner"), [("gelu", 18), *(slow(form, 32) for form in FORMS)]
 )
-def test_gradients_are_as_near_as_of_single_matmuls(form, sizes):
-    args = arguments(sizes)
+def test_gradients_are_as_near_as_of_single_matmuls(form, inner):
+    """The last group of 16 columns of the gate may be short."""
+    params, *further = arguments("rows of none")
+    halves = jnp.split(params["gate_up"], 2, axis=2)
+    gate_up = jnp.concatenate([w[:, :, :inner] for w in halves], axis=2)
+    args = {"gate_up": gate_up, "down": params["down"][:, :inner]}, *further
 
     def grads(dot, wrap):
         run = wrap(functools.partial(layer, FORMS[form], dot=dot))
@@ -254,26 +214,6 @@ def test_gradients_are_as_near_as_of_single_matmuls(form, sizes):
             error = np.linalg.norm(a - b) / np.linalg.norm(b)
             # Operands are rounded to 3 bits and gradients to 2, each matmul anew.
             assert 0 < error < (0.2 if alone is exact else 0.09)
-
-
-@pytest.mark.parametrize("inner", [18, slow(24)])
-def test_the_last_group_of_the_gate_may_be_short(inner):
-    params, x, _, _ = arguments()
-    halves = jnp.split(params["gate_up"], 2, axis=2)
-    gate_up = jnp.concatenate([w[:, :, :inner] for w in halves], axis=2)
-    down = params["down"][:, :inner]
-
-    def grads(wrap):
-        def loss(params, x):
-            y = mlp(x, params, jnp.array(SIZES["rows of none"]), coat.fp8_ragged_dot)
-            return jnp.sum(jnp.sin(y))
-
-        return jax.tree.leaves(
-            jax.jit(jax.grad(wrap(loss), (0, 1)))({"gate_up": gate_up, "down": down}, x)
-        )
-
-    for a, b in zip(grads(coat.fp8_remat), grads(lambda fn: fn), strict=True):
-        assert np.linalg.norm(a - b) < 0.09 * np.linalg.norm(b)
 
 
 def test_rows_of_no_group_are_not_read():
@@ -311,5 +251,5 @@ def test_bf16_parameters_have_gradients_of_their_dtype():
         run = functools.partial(layer, mlp, dot=coat.fp8_ragged_dot)
         return jnp.sum(coat.fp8_remat(run)(params, x, *args[2:]).astype(jnp.float32))
 
-    grads = jax.jit(jax.grad(loss, (0, 1)))(*args[:2])
+    grads = jax.eval_shape(jax.grad(loss, (0, 1)), *args[:2])
     assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"bfloat16"}
