@@ -120,7 +120,7 @@ def test_a_scale_for_each_row(implementation, activation, shape):
 
 
 @every_implementation
-@pytest.mark.parametrize(("dtype", "n"), [(BF16, 2304), (F32, 2304), (BF16, 1536)])
+@pytest.mark.parametrize(("dtype", "n"), [(F32, 2304), (BF16, 1536)])
 def test_wide_gates_are_kept_in_groups(implementation, dtype, n):
     groups, _ = inputs((3, 2, n))
     wide = jnp.asarray(decoded(groups), dtype)
@@ -142,19 +142,20 @@ def test_what_is_not_finite(implementation, n):
     groups = groups._replace(scale=groups.scale.at[3, 0, 5].set(np.nan))
     y, _ = exact(groups, "silu")
     assert np.isnan(y).sum() == 16
-    for out in (
-        run(implementation, pk.gated, groups),
-        run(implementation, with_scale(pk.gated), groups, jnp.float32(SCALE)),
-    ):
-        np.testing.assert_array_equal(
-            np.isnan(np.asarray(out.values, F32)), np.isnan(y)
-        )
-        assert np.isnan(out.largest).any()
-    out = run(implementation, functools.partial(pk.gated, scale="row"), groups)
-    rows = np.isnan(np.asarray(out.values, F32)).all(axis=-1)
-    np.testing.assert_array_equal(rows, np.isnan(out.scale))
+
+    def each(groups, dy, scale, **how):
+        scaled, by_row = (pk.gated(groups, scale=s, **how) for s in (scale, "row"))
+        return pk.gated(groups, **how), scaled, by_row, pk.gated_grad(groups, dy, **how)
+
+    results = run(implementation, each, groups, dy, jnp.float32(SCALE))
+    *both, by_row, out = results
+    for product in both:
+        nan = np.isnan(np.asarray(product.values, F32))
+        np.testing.assert_array_equal(nan, np.isnan(y))
+        assert np.isnan(product.largest).any()
+    rows = np.isnan(np.asarray(by_row.values, F32)).all(axis=-1)
+    np.testing.assert_array_equal(rows, np.isnan(by_row.scale))
     np.testing.assert_array_equal(rows, np.arange(16) == 3)
-    out = run(implementation, pk.gated_grad, groups, dy)
     nan = np.isnan(np.asarray(out.values, F32))
     assert nan[3, :, 80:96].all()
     assert nan.sum() == 32

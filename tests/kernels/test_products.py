@@ -146,7 +146,7 @@ def test_all_tiles_that_are_tried_agree(kind):
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("dtype", "tuning"), [(BF16, SMALL), (F32, SMALL), (BF16, ODD)]
+    ("dtype", "tuning"), [slow(BF16, SMALL), (F32, SMALL), (BF16, ODD)]
 )
 def test_products_are_added_to_an_accumulator(implementation, dtype, tuning):
     # Tiles of 160 columns overlap, so some columns are computed twice.
@@ -203,16 +203,13 @@ def test_a_bias_is_added_to_columns(
 )
 def test_maxima_are_those_of_the_product(implementation, dtype, tuning):
     a, b, *_ = operands((256, 384, 128), seed=5)
-    y, largest = run(
-        pallas_kernels.matmul, implementation, a, b, 0.5, 1.0,
-        out_dtype=dtype, keep_maxima=True, tuning=tuning,
-    )  # fmt: skip
+    options = {"out_dtype": dtype, "keep_maxima": True, "tuning": tuning}
+    matmul = functools.partial(pallas_kernels.matmul, **options)
+    calls = (a, b, 0.5, 1.0), (a.at[200, 7].set(jnp.nan), b, 0.5, 1.0)
+    (y, largest), with_nan = kernels.run_each(implementation, matmul, *calls)
     assert (largest.ndim, largest.dtype) == (1, F32)
     assert float(largest.max()) == np.abs(np.asarray(y, np.float32)).max()
-    y, largest = run(
-        pallas_kernels.matmul, implementation, a.at[200, 7].set(jnp.nan), b,
-        keep_maxima=True, tuning=tuning,
-    )  # fmt: skip
+    y, largest = with_nan
     assert np.isnan(np.asarray(y, np.float32)).any(), y
     assert np.isnan(np.asarray(largest).max())
 
@@ -273,7 +270,7 @@ def test_heads_that_do_not_go_together_are_named():
         named(a, b, 1.0, 1.0, *of_96, tuning=Tuning(tile_n=128))
 
 
-@pytest.mark.parametrize("tuning", [SMALL, TURNS, LOW])
+@pytest.mark.parametrize("tuning", [slow(SMALL), TURNS, LOW])
 def test_the_kernel_has_no_races(tuning):
     """The interpreter raises an error at the first race."""
     a, b, wide_a, wide_b = operands((256, 256, 256))
@@ -317,14 +314,14 @@ def test_leading_axes_and_vmap(implementation):
     a, b, wide_a, wide_b = operands((256, 512, 128))
     matmul = functools.partial(pallas_kernels.matmul, tuning=SMALL)
     expected = wide_a @ wide_b.T
-    y = run(matmul, implementation, a.reshape(2, 128, 128), b)
+
+    def several(a, b, implementation):
+        call = functools.partial(matmul, implementation=implementation)
+        return call(a, b), jax.vmap(call)(a, b.reshape(2, 256, 128))
+
+    y, both = run(several, implementation, a.reshape(2, 128, 128), b)
     assert y.shape == (2, 128, 512)
     assert error(y.reshape(256, 512), expected) < 2.0**-8
-
-    def batched(a, b, implementation):
-        return jax.vmap(functools.partial(matmul, implementation=implementation))(a, b)
-
-    both = run(batched, implementation, a.reshape(2, 128, 128), b.reshape(2, 256, 128))
     assert error(both[0], expected[:128, :256]) < 2.0**-8
     assert error(both[1], expected[128:, 256:]) < 2.0**-8
 

@@ -18,20 +18,22 @@ def visits(rows, columns, width):
                 yield row, column
 
 
-@pytest.mark.parametrize("width", [1, 4, 8, 16])
-@pytest.mark.parametrize("grid", [(8, 8), (43, 32), (5, 7), (3, 200), (1, 1)])
+@pytest.mark.parametrize("width", [1, 4, 16])
+@pytest.mark.parametrize("grid", [(43, 32), (3, 200), (1, 1)])
 def test_visits_go_to_and_fro_in_stripes(grid, width):
     numbers = jnp.arange(grid[0] * grid[1], dtype=jnp.int32)
-    rows, columns = jax.vmap(lambda number: snake(number, grid, width))(numbers)
+    visit = jax.jit(jax.vmap(lambda number: snake(number, grid, width)))
+    rows, columns = visit(numbers)
     actual = zip(np.asarray(rows).tolist(), np.asarray(columns).tolist(), strict=True)
     assert list(actual) == list(visits(*grid, width))
 
 
-@pytest.mark.parametrize("width", [3, 7, 13, 15])
+@pytest.mark.parametrize("width", [7, 15])
 def test_shares_of_the_last_stripe_are_whole_numbers(width):
     """The division in float32 is exact for more tiles than a matmul has."""
     columns = 60_000
     numbers = jnp.arange(width * columns, dtype=jnp.int32)
-    rows, actual = jax.vmap(lambda n: snake(n, (width, columns), 16))(numbers)
+    visit = jax.jit(jax.vmap(lambda n: snake(n, (width, columns), 16)))
+    rows, actual = visit(numbers)
     np.testing.assert_array_equal(actual, np.arange(width * columns) // width)
     np.testing.assert_array_equal(rows, np.arange(width * columns) % width)

@@ -156,6 +156,7 @@ def test_flax_layers():
     apply = fp8_remat(module).apply
     assert biases(apply, params, x) == {F}
     assert len(gates(apply, params, x)) == 1
-    options = {"dtype": BF16, "dot_general": fp8_dot_general, "rngs": nnx.Rngs(0)}
-    graph, state = nnx.split(nnx.eval_shape(lambda: nnx.Linear(K, F, **options)))
+    options = {"dtype": BF16, "dot_general": fp8_dot_general}
+    linear = nnx.eval_shape(lambda: nnx.Linear(K, F, rngs=nnx.Rngs(0), **options))
+    graph, state = nnx.split(linear)
     assert biases(lambda p, x: fp8_remat(nnx.merge(graph, p))(x), state, x) == {F}

@@ -69,9 +69,10 @@ def test_one_copy_of_what_goes_in_is_kept(name):
     assert_close(actual, expected, 2e-5)
 
 
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
-@pytest.mark.parametrize("format", FORMATS, ids=repr)
-@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize(
+    ("name", "format", "group"),
+    [("gelu", coat.E5M2, 32), ("swiglu", coat.DE8, 16), ("gelu", coat.E4M3, 32)],
+)
 def test_formats_and_groups_are_those_asked_for(name, format, group):
     pointwise = INPUTS[name]
     params, x, dy = arguments(pointwise)
@@ -230,11 +231,9 @@ def test_masks_are_made_of_integers_again(rng):
     assert [row.shape for row in rows if row.is_argument] == [ids.shape]
     (codes,) = (row for row in rows if row.dtype == jnp.float8_e4m3fn)
     assert codes.shape == x.shape
-    actual, exact = (
-        np.asarray(jax.grad(lambda x, fn=fn: jnp.sum(fn(x, ids)))(x))
-        for fn in (light, masked)
-    )
+    actual = compiled(jax.grad(lambda x: jnp.sum(light(x, ids))), x)
     same = np.asarray(ids)[:, :, None] == np.asarray(ids)[:, None, :]
+    exact = np.cos(np.asarray(x)) * np.where(same, 0.5, 0.1)
     # The copy of cos(x) has errors, and the mask is exact.
     close = 2**-4 * np.where(same, 0.5, 0.1)
     assert np.all(np.abs(actual - exact) <= close)

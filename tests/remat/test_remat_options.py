@@ -94,7 +94,7 @@ def test_where_that_is_never_true_leaves_autodiff():
     assert_close(actual, expected, 1e-6)
 
 
-@pytest.mark.parametrize("group", [8, 32, 256])
+@pytest.mark.parametrize("group", [8, 256])
 def test_group_is_the_size_of_groups(group):
     def fn(w, x):
         return jnp.sin(x) @ w + jnp.sum(jnp.sin(3 * x))
@@ -332,6 +332,9 @@ def test_what_is_small_beside_its_group_has_finite_gradients(fn):
 
     saved = [row.kept for row in coat.residual_report(fp8_remat(loss), w, x).rows]
     assert any("backward divides by it" in how for how in saved)
-    for policy in (None, jax.checkpoint_policies.dots_saveable):
-        gradient = jax.grad(fp8_remat(loss, policy=policy))(w, x)
-        assert np.isfinite(gradient).all()
+
+    def gradients(w, x):
+        policies = None, jax.checkpoint_policies.dots_saveable
+        return [jax.grad(fp8_remat(loss, policy=p))(w, x) for p in policies]
+
+    assert np.isfinite(compiled(gradients, w, x)).all()

@@ -1,9 +1,12 @@
 """Tests policies that save FP8 codes, or products of codes, under `fp8_remat`."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.marks import slow_except
 from helpers.models import normal
 
 from coat_jax import fp8_dot_general, fp8_remat
@@ -31,8 +34,12 @@ PLACES = {
 
 
 @pytest.mark.internals
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    slow_except(
+        zip(POLICIES, PLACES, strict=True), itertools.product(POLICIES, PLACES)
+    ),
+)
 def test_saved_codes_keep_their_scales(name, place):
     """The scale of an amax of 3.624 is half the scale of its copy, 3.637."""
 
