@@ -1,5 +1,7 @@
 """Tests of `coat.fp8`, which converts models that others wrote."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,31 +189,20 @@ def test_rules_choose_matmuls_by_path(rule):
     )
 
 
-def test_linen_model_keeps_paths_and_nearly_its_gradients():
+def test_linen_model_keeps_paths_and_takes_methods():
     model = LinenModel()
     light = coat.fp8(model)
-    params = jax.jit(model.init)(jax.random.key(0), tokens())
-    again = jax.eval_shape(light.init, jax.random.key(0), tokens())
-    assert again == jax.eval_shape(model.init, jax.random.key(0), tokens())
     assert isinstance(light, LinenModel)
     assert light.depth == 2
-    options = {"method": "encode", "train": True}
-
-    def gradient(model):
-        def scalar(params):
-            rngs = {"dropout": jax.random.key(3)}
-            return loss(model.apply(params, tokens(), rngs=rngs, **options))
-
-        return flat(compiled(jax.grad(scalar), params))
-
-    plain, fp8 = gradient(model), gradient(light)
-    assert 0 < np.linalg.norm(plain - fp8) < 0.15 * np.linalg.norm(plain)
-    actual = fp8_parameters(lambda p: light.apply(p, tokens()), params)
-    assert {path.split("/")[1] for path in actual} == {
-        "encoderblock_0",
-        "encoderblock_1",
-    }
-    assert len(actual) == 12
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens())
+    assert jax.eval_shape(light.init, jax.random.key(0), tokens()) == params
+    training = {"train": True, "rngs": {"dropout": jax.random.key(3)}}
+    for options in ({}, {"method": "encode", **training}):
+        run = functools.partial(light.apply, **options)
+        actual = fp8_parameters(lambda p, run=run: run(p, tokens()), params)
+        blocks = {path.split("/")[1] for path in actual}
+        assert blocks == {"encoderblock_0", "encoderblock_1"}
+        assert len(actual) == 12
 
 
 @pytest.mark.internals

@@ -380,19 +380,14 @@ def test_gradients_are_as_near_as_of_single_matmuls(form, inner):
     gate_up = jnp.concatenate([w[:, :, :inner] for w in halves], axis=2)
     args = {"gate_up": gate_up, "down": params["down"][:, :inner]}, *further
 
-    def grads(dot, wrap):
-        run = wrap(functools.partial(layer, MLPS[form], without_weights, dot=dot))
+    def grads(wrap):
+        run = wrap(functools.partial(layer, MLPS[form], without_weights))
         loss = lambda params, x: jnp.sum(jnp.sin(run(params, x, *args[2:])))  # noqa: E731
         return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(*args[:2]))
 
-    exact = functools.partial(lax.ragged_dot, precision="highest")
-    fused = grads(coat.fp8_ragged_dot, coat.fp8_remat)
-    for alone in (coat.fp8_ragged_dot, exact):
-        expected = grads(alone, lambda fn: fn)
-        for a, b in zip(fused, expected, strict=True):
-            error = np.linalg.norm(a - b) / np.linalg.norm(b)
-            # Operands are rounded to 3 bits and gradients to 2, each matmul anew.
-            assert 0 < error < (0.2 if alone is exact else 0.09)
+    for a, b in zip(grads(coat.fp8_remat), grads(lambda fn: fn), strict=True):
+        # Operands are rounded to 3 bits and gradients to 2, each matmul anew.
+        assert 0 < np.linalg.norm(a - b) < 0.09 * np.linalg.norm(b)
 
 
 def test_rows_of_no_group_are_not_read():
