@@ -222,35 +222,6 @@ def test_a_foreign_layer_runs_kernels_alone_in_less_memory_than_bf16(monkeypatch
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("hopper")
-def test_a_foreign_gate_saves_kernels_and_memory(monkeypatch):
-    """`where` asks for copies of its own, so that no gate is merged with matmuls."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # The layer asks.
-    sizes = {"hidden": 1024, "intermediate": 2816, "kv_heads": 2, "head_dim": 128}
-    shape = layer_cases.Shape(seq=1024, batch=4, **sizes)
-    x = shape.input()
-    graph, params = foreign.made("llama", shape, coat.fp8_dot_general)
-
-    def layer(params, x):
-        return nnx.merge(graph, params)(x)
-
-    def compiled(**options):
-        light = coat.fp8_remat(layer, **options)
-        step = functools.partial(foreign.forward_backward, light)
-        return sm90.compiled(step, params, x, x, options=OPTIONS)
-
-    merged, separate = compiled(), compiled(where=lambda residual: True)
-    named = r'custom-call\(.*op_name="[^"]*/(\w+)/kernel"'
-    kernels = [Counter(re.findall(named, p.as_text())) for p in (merged, separate)]
-    assert kernels[0]["gated"] == kernels[0]["gated_grad"] == 1
-    assert not kernels[1]["gated"]
-    assert kernels[0].total() < kernels[1].total()
-    memory = [p.memory_analysis().temp_size_in_bytes for p in (merged, separate)]
-    assert 0 < memory[0] < memory[1]
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.usefixtures("hopper")
 def test_experts_run_kernels_alone():
     rows, experts, k, n = 8192, 16, 1024, 1536
 

@@ -359,7 +359,7 @@ def test_what_may_cancel_has_a_copy(fn):
 
     params = jnp.full(64, -30.0), normal(1, 64, 64), normal(2, 64, 64)
     x, dy = 30 + normal(3, 96, 64), normal(4, 96, 64)
-    # For a multiple of x these are x, and the sine and the cosine of the multiple.
+    # A multiple of x takes three: x, and the sine and the cosine of the multiple.
     assert len(copies(fp8_remat(block), params, x)) > 3
     if fn is not less_the_mean_of_others:
         return

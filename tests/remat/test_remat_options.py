@@ -21,12 +21,15 @@ from helpers.gradients import (
 )
 from helpers.marks import slow_except
 from helpers.models import LinenNet, Mlp, normal, two_product_arguments, two_products
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 import coat_jax as coat
 from coat_jax import fp8_dot_general
 from coat_jax.remat.api import fp8_remat
+from coat_jax.remat.notes import Note
 from coat_jax.remat.policies import products_saveable
 
 NOTHING = jax.checkpoint_policies.nothing_saveable
@@ -393,3 +396,30 @@ def test_saved_codes_keep_their_scales(name, place):
     expected = np.sin(y).T @ dy, dproduct @ b.T, a.T @ dproduct
     for gradient, exact in zip(actual, expected, strict=True):
         assert np.linalg.norm(gradient - exact) <= 0.12 * np.linalg.norm(exact)
+
+
+_TEXT = st.text(st.characters(exclude_characters=";", codec="ascii"))
+
+
+@given(_TEXT.filter(lambda kept: " for " not in f"{kept} "), _TEXT, _TEXT, _TEXT)
+def test_a_note_is_read_back_from_any_name_stack(kept, reader, before, after):
+    note = Note(kept, reader)
+    before = before.replace("FP8", "")
+    assert Note.within(f"{before}/{note}/{after}") == note
+
+
+def test_the_innermost_note_counts():
+    inner, outer = Note("E4M3, groups of 16", "dot in f (a.py:3)"), Note("wide", "g")
+    assert Note.within(f"jvp({outer})/{inner}/sin") == inner
+    assert Note.within("jvp(f)/sin") is None
+
+
+def test_the_scope_reaches_the_program():
+    note = Note("E4M3", "a; b")
+
+    def fn(x):
+        with note.scope():
+            return jnp.sin(x)
+
+    (eqn,) = jax.make_jaxpr(fn)(1.0).eqns
+    assert Note.within(str(eqn.source_info.name_stack)) == Note("E4M3", "a, b")
