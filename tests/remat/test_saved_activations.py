@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 from helpers import small_models
 from helpers.gradients import saved
-from helpers.models import parameters
 from helpers.versions import needs_kernels
 
 import coat_jax as coat
@@ -112,7 +111,8 @@ def test_attention_saves_what_the_recipe_says(recipe):
 def test_report_agrees():
     shape = {"hidden_size": 64, "intermediate_size": 96, "tie_embeddings": False}
     config = small_models.config(recipe="coat", **shape)
-    graph, params = parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    make = lambda: llama.Llama(config, rngs=nnx.Rngs(0))  # noqa: E731
+    graph, params = nnx.split(nnx.eval_shape(make))
     tokens = jax.random.randint(jax.random.key(1), (2, 64), 0, config.vocab_size)
     model = functools.partial(llama.cross_entropy, targets=tokens)
 
