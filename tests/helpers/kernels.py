@@ -24,7 +24,13 @@ every_kernel = pytest.mark.parametrize("implementation", ["interpret", on_gpu])
 
 
 def run(implementation, function, *arrays, detect_races=False):
-    """Calls function(*arrays, implementation=...), compiled.
+    """Calls function(*arrays, implementation=...), compiled."""
+    (result,) = run_each(implementation, function, arrays, detect_races=detect_races)
+    return result
+
+
+def run_each(implementation, function, *calls, detect_races=False):
+    """Calls a function for several tuples of arrays, compiled once.
 
     "interpret" runs the kernel without a GPU. It is the only one that is compiled
     quickly.
@@ -36,10 +42,10 @@ def run(implementation, function, *arrays, detect_races=False):
         compiler_options=None if interpreted else OPTIMIZED,
     )
     if not interpreted:
-        return call(*arrays)
+        return [call(*arrays) for arrays in calls]
     params = plgpu.InterpretGPUParams(detect_races=detect_races)
     with plgpu.force_gpu_interpret_mode(params):
-        return jax.block_until_ready(call(*arrays))
+        return [jax.block_until_ready(call(*arrays)) for arrays in calls]
 
 
 def numbers(shape, dtype=BF16, seed=0, octaves=6.0) -> jax.Array:

@@ -17,6 +17,7 @@ from pallas_kernels.dispatch import devices, operations
 from pallas_kernels.ops.attention import api, plan
 
 BF16 = jnp.bfloat16
+MOSAIC = {"implementation": "mosaic"}
 SCALE = 0.2  # Scores are as large as the soft caps.
 
 
@@ -203,32 +204,27 @@ def test_spans_of_tiles_are_exact():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("case", "options", "message"),
     [
-        ({"softcap": 0.0}, "softcap must be positive"),
-        ({"scale": float("nan")}, "scale must be positive"),
-        ({"window": 0}, "window must be positive"),
-        ({"segment_ids": np.zeros((1, 3), np.int32)}, "segment ids must be"),
-        ({"implementation": "mosaic"}, "positions must be a multiple of 128, got 4"),
+        ({}, {"softcap": 0.0}, "softcap must be positive"),
+        ({}, {"scale": float("nan")}, "scale must be positive"),
+        ({}, {"window": 0}, "window must be positive"),
+        ({}, {"segment_ids": np.zeros((1, 3), np.int32)}, "segment ids must be"),
+        ({}, MOSAIC, "positions must be a multiple of 128, got 4"),
+        ({"s": 192}, MOSAIC, "positions must be a multiple of 128, got 192"),
+        ({"s": 128, "d": 96}, MOSAIC, "heads must have one of the sizes"),
     ],
 )
-def test_what_does_not_fit_is_refused(options, message):
-    q, k, v, _ = Case(s=4).arrays()
+def test_what_does_not_fit_is_refused(case, options, message):
+    q, k, v, _ = Case(**{"s": 4} | case).arrays()
     with pytest.raises(ValueError, match=message):
         pk.attention(q, k, v, **options)
 
 
-def test_what_kernels_do_not_take_is_said():
-    for change, message in (
-        ({"d": 96}, "heads must have one of the sizes"),
-        ({"s": 192}, "positions must be a multiple of 128"),
-    ):
-        q, k, v, _ = dataclasses.replace(Case(), **change).arrays()
-        with pytest.raises(ValueError, match=message):
-            pk.attention(q, k, v, implementation="mosaic")
+def test_kernels_take_bfloat16():
     q, k, v = (x.astype(jnp.float32) for x in Case().arrays()[:3])
     with pytest.raises(ValueError, match="queries must be bfloat16, got float32"):
-        pk.attention(q, k, v, implementation="mosaic")
+        pk.attention(q, k, v, **MOSAIC)
 
 
 def _layer(weights, x):

@@ -16,6 +16,7 @@ from helpers.kernels import (
     every_kernel,
     numbers,
     run,
+    run_each,
 )
 
 import pallas_kernels as pk
@@ -55,12 +56,7 @@ def joined(q, k, v, cos, sin) -> np.ndarray:
 @every_implementation
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        ((1, 128, 2, 2, 128), E5M2),
-        ((2, 128, 4, 2, 64), E4M3),
-        ((1, 256, 3, 1, 32), E5M2),
-        ((1, 128, 1, 1, 96), E5M2),
-    ],
+    [((2, 128, 4, 2, 64), E4M3), ((1, 256, 3, 1, 32), E5M2)],
 )
 def test_heads_are_joined(implementation, shape, dtype):
     arrays = [*heads(*shape), *angles(shape[1], shape[-1] // 2)]
@@ -91,15 +87,16 @@ def test_sequences_have_positions_of_their_own(implementation):
 
 
 @every_implementation
-@pytest.mark.parametrize("index", [(0, 5, 1, 3), (1, 127, 0, 40)])
-def test_largest_of_what_is_joined(implementation, index):
+def test_largest_of_what_is_joined(implementation):
     q, k, v = heads(2, 128, 2, 1, 64)
-    tables = angles(128, 32)
+    tables = *angles(128, 32), jnp.float32(SCALE)
     join = functools.partial(pk.join_heads, keep_maxima=True)
-    b, s, _, i = index
-    for arrays in ((q.at[index].set(3e4), k, v), (q, k, v.at[b, s, 0, i].set(-3e4))):
-        out = run(implementation, join, *arrays, *tables, jnp.float32(SCALE))
-        expected = np.abs(joined(*arrays, *tables)).max()
+    calls = [
+        (q.at[0, 5, 1, 3].set(3e4), k, v, *tables),
+        (q, k, v.at[1, 127, 0, 40].set(-3e4), *tables),
+    ]
+    for call, out in zip(calls, run_each(implementation, join, *calls), strict=True):
+        expected = np.abs(joined(*call[:-1])).max()
         np.testing.assert_allclose(np.max(out.largest), expected, rtol=1e-6)
 
 
@@ -121,8 +118,8 @@ def test_under_vmap(implementation):
         )
 
     out = run(implementation, join, *stacked)
-    for i, one in enumerate(arrays):
-        alone = run(implementation, pk.join_heads, *one, *tables, jnp.float32(SCALE))
+    calls = ((*one, *tables, jnp.float32(SCALE)) for one in arrays)
+    for i, alone in enumerate(run_each(implementation, pk.join_heads, *calls)):
         assert_identical(jax.tree.map(lambda x, i=i: x[i], out), alone)
 
 

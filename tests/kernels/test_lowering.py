@@ -78,13 +78,11 @@ def transpose(x, sizes):
 
 _CODES = jax.ShapeDtypeStruct((256, 256), jnp.float8_e4m3fn)
 _CASES = {
-    "one kernel": (_quantize, (_ROWS,)),
     "a kernel with barriers and copies": (matmul, (_CODES, _CODES)),
     "words of 16 bits": (
         transpose,
         (_CODES.update(dtype=jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)),
     ),
-    "in place": (adam, adam_arrays()),
     "in place, two kernels": (adam, adam_arrays(rows=72)),
 }
 

@@ -20,6 +20,7 @@ from helpers.kernels import (
     numbers,
     on_gpu,
     run,
+    run_each,
 )
 from helpers.marks import slow
 
@@ -137,11 +138,11 @@ def test_rows_are_quantized_with_a_given_scale(
             tuning=tuning, **how,
         )  # fmt: skip
 
-    out = run(implementation, norm, x, weight, jnp.float32(SCALE))
+    calls = [(x, weight, jnp.float32(scale)) for scale in (SCALE, np.nan)]
+    out, nothing = run_each(implementation, norm, *calls)
     expected = expected_norm(values, weight, None, kind)
     assert_rounded(out.y, expected, E4M3, SCALE)
     assert_identical(out.transposed, out.y.reshape(-1, shape[-1]).T)
-    nothing = run(implementation, norm, x, weight, jnp.float32(jnp.nan))
     assert np.isnan(wide(nothing.y)).all()
 
 
@@ -196,18 +197,16 @@ def test_gradients(implementation, shape, kind, dtype, parts, grouped, tuning):
         return pk.norm_grad(x, dy, weight, bias, y_scale=scale, **options, **how)
 
     dx, dweight, dbias = expected_grad(values, wide(dy), weight, kind, parts)
-    for addend in (None, add):
-        out = run(implementation, grad, x, dy, weight, bias, addend)
-        expected = dx if addend is None else dx + wide(addend)
-        assert_rounded(out.dx, expected, BF16)
-        assert np.max(out.largest) == np.abs(wide(out.dx)).max()
-        pairs = (weight, out.dweight, dweight), (bias, out.dbias, dbias)
-        for param, actual, expected in pairs:
-            assert (actual is None) == (param is None)
-            if actual is not None:
-                assert (actual.dtype, actual.shape) == (F32, param.shape)
-                atol = 1e-5 * np.abs(expected).max()
-                np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
+    out = run(implementation, grad, x, dy, weight, bias, add)
+    assert_rounded(out.dx, dx + wide(add), BF16)
+    assert np.max(out.largest) == np.abs(wide(out.dx)).max()
+    pairs = (weight, out.dweight, dweight), (bias, out.dbias, dbias)
+    for param, actual, expected in pairs:
+        assert (actual is None) == (param is None)
+        if actual is not None:
+            assert (actual.dtype, actual.shape) == (F32, param.shape)
+            atol = 1e-5 * np.abs(expected).max()
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
     arguments = x, dy, weight, bias, jnp.float32(SCALE)
     out = run(implementation, grad_and_output, *arguments)
     assert_rounded(out.dx, dx, BF16)
@@ -217,21 +216,23 @@ def test_gradients(implementation, shape, kind, dtype, parts, grouped, tuning):
 
 
 @every_implementation
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_stays_in_its_row(implementation, bad):
-    x = numbers((4, 256)).at[2, 77].set(bad)
-    out = run(implementation, functools.partial(pk.norm, scale="row"), x)
-    for array in (out.y, out.scale):
-        nan = np.isnan(wide(array)).reshape(4, -1)
-        assert nan[2].any()
-        assert not nan[[0, 1, 3]].any()
-    assert np.isnan(out.scale[2])
-    out = run(implementation, pk.norm, x)
-    np.testing.assert_array_equal(np.isnan(out.largest), np.arange(4) == 2)
-    grad = functools.partial(pk.norm_grad, keep_maxima=True)
-    out = run(implementation, grad, numbers((4, 256)), x)
-    assert not np.isfinite(np.max(out.largest))
-    assert np.isfinite(wide(out.dx)).reshape(4, -1)[[0, 1, 3]].all()
+def test_what_is_not_finite_stays_in_its_row(implementation):
+    x = numbers((4, 256))
+
+    def each(x, bad, **how):
+        quantized, normed = pk.norm(bad, scale="row", **how), pk.norm(bad, **how)
+        return quantized, normed, pk.norm_grad(x, bad, keep_maxima=True, **how)
+
+    calls = [(x, x.at[2, 77].set(bad)) for bad in (np.nan, np.inf)]
+    for quantized, normed, grads in run_each(implementation, each, *calls):
+        for array in (quantized.y, quantized.scale):
+            nan = np.isnan(wide(array)).reshape(4, -1)
+            assert nan[2].any()
+            assert not nan[[0, 1, 3]].any()
+        assert np.isnan(quantized.scale[2])
+        np.testing.assert_array_equal(np.isnan(normed.largest), np.arange(4) == 2)
+        assert not np.isfinite(np.max(grads.largest))
+        assert np.isfinite(wide(grads.dx)).reshape(4, -1)[[0, 1, 3]].all()
 
 
 @every_implementation
@@ -275,17 +276,14 @@ def test_vmap_and_scan_are_loops(implementation):
         out = pk.norm(x, weight, keep_groups=True, tuning=FEW, **how)
         return out.y, pk.norm_grad(out.groups, x, weight, tuning=FEW, **how)
 
-    alone = [run(implementation, grads, x, weight) for x in x]
+    alone = run_each(implementation, grads, *((x, weight) for x in x))
     expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone)
 
-    def scanned(x, weight, **how):
-        return jax.lax.map(lambda x: grads(x, weight, **how), x)
+    def both(x, weight, **how):
+        one = functools.partial(grads, weight=weight, **how)
+        return jax.lax.map(one, x), jax.vmap(one)(x)
 
-    def mapped(x, weight, **how):
-        return jax.vmap(lambda x: grads(x, weight, **how))(x)
-
-    assert_identical(run(implementation, scanned, x, weight), expected)
-    assert_identical(run(implementation, mapped, x, weight), expected)
+    assert_identical(run(implementation, both, x, weight), (expected, expected))
 
 
 @pytest.mark.gpu
@@ -311,7 +309,7 @@ def test_long_rows_on_a_gpu(shape, kind):
                 np.testing.assert_allclose(actual, sums, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("shape", [(0, 256), (2, 0, 128), (3, 100), (5,)])
+@pytest.mark.parametrize("shape", [(2, 0, 128), (3, 100)])
 def test_shapes_that_no_kernel_takes_have_the_references_result(shape):
     x, values, weight, _ = inputs(shape)
     norm = functools.partial(pk.norm, eps=EPS, keep_groups=True)

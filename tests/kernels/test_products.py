@@ -1,6 +1,8 @@
 """Tests that every implementation of matmuls agrees with float64."""
 
+import dataclasses
 import functools
+import json
 from dataclasses import replace
 
 import jax
@@ -27,6 +29,7 @@ from experiments.common import kernel_cases
 from pallas_kernels.ops.matmul import tuning
 from pallas_kernels.ops.matmul.api import _Matmul
 from pallas_kernels.ops.matmul.plan import Product, Tuning
+from pallas_kernels.ops.matmul.walk import snake
 
 SMALL = Tuning(stages=2)
 NARROW = Tuning(tile_n=128, stages=4)
@@ -146,7 +149,7 @@ def test_all_tiles_that_are_tried_agree(kind):
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("dtype", "tuning"), [(BF16, SMALL), (F32, SMALL), (BF16, ODD)]
+    ("dtype", "tuning"), [slow(BF16, SMALL), (F32, SMALL), (BF16, ODD)]
 )
 def test_products_are_added_to_an_accumulator(implementation, dtype, tuning):
     # Tiles of 160 columns overlap, so some columns are computed twice.
@@ -203,16 +206,13 @@ def test_a_bias_is_added_to_columns(
 )
 def test_maxima_are_those_of_the_product(implementation, dtype, tuning):
     a, b, *_ = operands((256, 384, 128), seed=5)
-    y, largest = run(
-        pallas_kernels.matmul, implementation, a, b, 0.5, 1.0,
-        out_dtype=dtype, keep_maxima=True, tuning=tuning,
-    )  # fmt: skip
+    options = {"out_dtype": dtype, "keep_maxima": True, "tuning": tuning}
+    matmul = functools.partial(pallas_kernels.matmul, **options)
+    calls = (a, b, 0.5, 1.0), (a.at[200, 7].set(jnp.nan), b, 0.5, 1.0)
+    (y, largest), with_nan = kernels.run_each(implementation, matmul, *calls)
     assert (largest.ndim, largest.dtype) == (1, F32)
     assert float(largest.max()) == np.abs(np.asarray(y, np.float32)).max()
-    y, largest = run(
-        pallas_kernels.matmul, implementation, a.at[200, 7].set(jnp.nan), b,
-        keep_maxima=True, tuning=tuning,
-    )  # fmt: skip
+    y, largest = with_nan
     assert np.isnan(np.asarray(y, np.float32)).any(), y
     assert np.isnan(np.asarray(largest).max())
 
@@ -273,7 +273,7 @@ def test_heads_that_do_not_go_together_are_named():
         named(a, b, 1.0, 1.0, *of_96, tuning=Tuning(tile_n=128))
 
 
-@pytest.mark.parametrize("tuning", [SMALL, TURNS, LOW])
+@pytest.mark.parametrize("tuning", [slow(SMALL), TURNS, LOW])
 def test_the_kernel_has_no_races(tuning):
     """The interpreter raises an error at the first race."""
     a, b, wide_a, wide_b = operands((256, 256, 256))
@@ -317,21 +317,16 @@ def test_leading_axes_and_vmap(implementation):
     a, b, wide_a, wide_b = operands((256, 512, 128))
     matmul = functools.partial(pallas_kernels.matmul, tuning=SMALL)
     expected = wide_a @ wide_b.T
-    y = run(matmul, implementation, a.reshape(2, 128, 128), b)
+
+    def several(a, b, implementation):
+        call = functools.partial(matmul, implementation=implementation)
+        return call(a, b), jax.vmap(call)(a, b.reshape(2, 256, 128))
+
+    y, both = run(several, implementation, a.reshape(2, 128, 128), b)
     assert y.shape == (2, 128, 512)
     assert error(y.reshape(256, 512), expected) < 2.0**-8
-
-    def batched(a, b, implementation):
-        return jax.vmap(functools.partial(matmul, implementation=implementation))(a, b)
-
-    both = run(batched, implementation, a.reshape(2, 128, 128), b.reshape(2, 256, 128))
     assert error(both[0], expected[:128, :256]) < 2.0**-8
     assert error(both[1], expected[128:, 256:]) < 2.0**-8
-
-
-def test_no_rows():
-    a, b = jnp.ones((0, 128), E4M3), jnp.ones((32, 128), E4M3)
-    assert pallas_kernels.matmul(a, b).shape == (0, 32)
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 128), (3, 5, 16), (100, 48, 130)])
@@ -425,3 +420,107 @@ def test_products_of_shards_on_two_gpus(check_vma):
         return pallas_kernels.matmul(a, b, implementation="mosaic")
 
     assert error(matmul(a, b), wide_a @ wide_b.T) < 2.0**-8
+
+
+def visits(rows, columns, width):
+    """Yields the tiles stripe by stripe, as a person would list them."""
+    for number, first in enumerate(range(0, rows, width)):
+        stripe = range(first, min(first + width, rows))
+        order = range(columns) if number % 2 == 0 else reversed(range(columns))
+        for column in order:
+            for row in stripe:
+                yield row, column
+
+
+@pytest.mark.parametrize("width", [1, 4, 16])
+@pytest.mark.parametrize("grid", [(43, 32), (3, 200), (1, 1)])
+def test_visits_go_to_and_fro_in_stripes(grid, width):
+    numbers = jnp.arange(grid[0] * grid[1], dtype=jnp.int32)
+    visit = jax.jit(jax.vmap(lambda number: snake(number, grid, width)))
+    rows, columns = visit(numbers)
+    actual = zip(np.asarray(rows).tolist(), np.asarray(columns).tolist(), strict=True)
+    assert list(actual) == list(visits(*grid, width))
+
+
+@pytest.mark.parametrize("width", [7, 15])
+def test_shares_of_the_last_stripe_are_whole_numbers(width):
+    """The division in float32 is exact for more tiles than a matmul has."""
+    columns = 60_000
+    numbers = jnp.arange(width * columns, dtype=jnp.int32)
+    visit = jax.jit(jax.vmap(lambda n: snake(n, (width, columns), 16)))
+    rows, actual = visit(numbers)
+    np.testing.assert_array_equal(actual, np.arange(width * columns) // width)
+    np.testing.assert_array_equal(rows, np.arange(width * columns) % width)
+
+
+def test_the_table_says_what_runs(monkeypatch):
+    """A Hopper GPU takes the table's tiles, or XLA where the table prefers it."""
+    product = Product(out_dtype=jnp.dtype(BF16))
+    table = {
+        tuning.key(product, 256, 512, 384): {"tiles": {"stages": 3}, "xla": True},
+        tuning.key(product, 256, 256, 384): {"tiles": {"tile_n": 128}, "xla": False},
+    }
+    monkeypatch.setattr(tuning, "_table", lambda: table)
+    monkeypatch.setattr("pallas_kernels.dispatch.devices.has_hopper", lambda: True)
+    faster, tuned, other = (
+        pallas_kernels.explain(
+            pallas_kernels.matmul, *kernel_cases.operands("product", (256, n, 384))[:2]
+        )
+        for n in (512, 256, 1024)
+    )
+    assert [e.choices[0].implementation for e in (faster, tuned, other)] == [
+        "reference",
+        "mosaic",
+        "mosaic",
+    ]
+    assert "XLA is faster for 256 x 512 x 384" in str(faster)
+    assert tuning.choose(product, 256, 256, 384) == Tuning(tile_n=128)
+    assert tuning.choose(product, 256, 512, 384) is None
+    # XLA needs another pass over the result for scales of rows or for the amax.
+    for more in ({"scaling": "rows"}, {"maxima": True}):
+        wants_more = dataclasses.replace(product, **more)
+        assert tuning.choose(wants_more, 256, 512, 384) == Tuning(stages=3)
+    # Matmuls that add to an accumulator are measured separately.
+    addend = dataclasses.replace(product, accumulate=True)
+    assert tuning.choose(addend, 256, 256, 384) == tuning.heuristic(addend, 256, 256)
+    odd = Tuning(tile_n=160, stages=2, together=False)
+    entry = {"tiles": dataclasses.asdict(odd), "xla": False}
+    table[tuning.key(addend, 256, 256, 384)] = entry
+    assert tuning.choose(addend, 256, 256, 384) == odd
+
+
+def test_the_table_holds_tiles_that_fit():
+    table = json.loads(tuning.TABLE.read_text())
+    assert table["device"]["name"]
+    products = list(kernel_cases.PRODUCTS.values())
+    for key, actual in table["tuning"].items():
+        m, n, k = map(int, key.split(",")[0].split(" x "))
+        (product,) = (p for p in products if tuning.key(p, m, n, k) == key)
+        tiles = Tuning(**actual["tiles"])
+        assert tuning.obstacle(product, tiles, m, n) is None
+        assert tiles.stages >= tiles.held(product)
+        assert actual["xla"] in (True, False)
+
+
+@pytest.mark.parametrize("kind", kernel_cases.PRODUCTS)
+def test_unmeasured_shapes_take_tiles_that_compute_little_twice(kind):
+    product = kernel_cases.PRODUCTS[kind]
+    for m, n in ((8192, 4096), (5504, 2048), (8192, 128), (128, 8192), (8200, 384)):
+        tiles = tuning.heuristic(product, m, n)
+        assert tuning.obstacle(product, tiles, m, n) is None
+        rows, columns = tiles.span
+        computed = -(-m // rows) * rows * -(-n // columns) * columns
+        assert computed <= 1.6 * m * n
+    assert tuning.heuristic(product, 64, 4096) is None
+
+
+def test_tiles_that_do_not_do_for_another_product_of_the_shape(monkeypatch):
+    product = kernel_cases.PRODUCTS["product"]
+    shape, transposed = (256, 512, 384), Tuning(transposed=True)
+    table = {tuning.key(product, *shape): {"tiles": {"transposed": True}, "xla": False}}
+    monkeypatch.setattr(tuning, "_table", lambda: table)
+    for maxima in (False, True):
+        requested = dataclasses.replace(product, maxima=maxima)
+        assert tuning.choose(requested, *shape) == transposed
+    of_rows = dataclasses.replace(product, scaling="rows")
+    assert tuning.choose(of_rows, *shape) == tuning.heuristic(of_rows, 256, 512)

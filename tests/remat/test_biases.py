@@ -63,6 +63,8 @@ def biases(fn, *args) -> set[int]:
 def test_biases_and_their_gradients_are_those_that_are_written(fn, columns):
     params, x, dy = given()
     assert biases(fp8_remat(fn), params, x) == columns
+    if fn is not activated:
+        return
     unfused = fp8_remat(fn, where=lambda _: True)  # This asks for other copies.
     actual, expected = (
         value_and_vjp(f, dy, params, x) for f in (fp8_remat(fn), unfused)
@@ -150,14 +152,11 @@ def test_flax_layers():
             return nn.DenseGeneral((4, K // 4), **options)(nn.gelu(x))
 
     module, (_, x, _) = Mlp(), given()
-    params = jax.jit(module.init)(jax.random.key(0), x)
+    params = jax.eval_shape(module.init, jax.random.key(0), x)
     apply = fp8_remat(module).apply
     assert biases(apply, params, x) == {F}
     assert len(gates(apply, params, x)) == 1
-    layer = nnx.Linear(
-        K, F, dtype=BF16, param_dtype=F32, dot_general=fp8_dot_general, rngs=nnx.Rngs(0)
-    )
-    assert biases(fp8_remat(layer), x) == {F}
-    grads = nnx.jit(nnx.grad(lambda m: jnp.sum(m(x).astype(F32) ** 2)))
-    actual, expected = (nnx.state(grads(m)) for m in (fp8_remat(layer), layer))
-    assert_close(jax.tree.leaves(actual), jax.tree.leaves(expected), 0.1)
+    options = {"dtype": BF16, "dot_general": fp8_dot_general}
+    linear = nnx.eval_shape(lambda: nnx.Linear(K, F, rngs=nnx.Rngs(0), **options))
+    graph, state = nnx.split(linear)
+    assert biases(lambda p, x: fp8_remat(nnx.merge(graph, p))(x), state, x) == {F}

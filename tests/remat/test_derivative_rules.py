@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.dots import linear, rms
+from helpers.gradients import value_and_vjp
 from helpers.models import normal
 
+import pallas_kernels as pk
 from coat_jax import fp8_remat
 
 K = 128
@@ -107,6 +109,20 @@ FORMS = {
 }
 
 
+# A kernel computes what a clip of the gradient is not within.
+WITH_KERNELS = {
+    "clip within a jitted activation": {"gated", "gated_grad"},
+    "clip before an activation": {"gated", "gated_grad"},
+    "clip before a norm": {"norm", "norm_grad"},
+    "clip before a residual": {"norm", "norm_grad"},
+}
+RUN = (
+    "clip within a jitted activation",
+    "norm with a frozen scale",
+    "clip before a norm",
+)
+
+
 @pytest.mark.internals
 @pytest.mark.parametrize("name", FORMS)
 def test_the_rule_decides(name):
@@ -115,11 +131,20 @@ def test_the_rule_decides(name):
     p |= {"scale": jnp.ones(K, BF16), "bias": normal(7, K, dtype=BF16)}
     x, dy = normal(8, 64, K, dtype=BF16), normal(9, 64, K, dtype=BF16)
 
-    @functools.partial(jax.jit, static_argnums=0)
     def gradients(fn, p, x):
         return jax.vjp(fn, p, x)[1](dy)
 
-    plain, light = gradients(fn, p, x), gradients(fp8_remat(fn), p, x)
+    light = functools.partial(gradients, fp8_remat(fn))
+    operations = {choice.operation for choice in pk.explain(light, p, x).choices}
+    kernels = operations & {"gated", "gated_grad", "norm", "norm_grad"}
+    assert kernels == WITH_KERNELS.get(name, set())
+    # The clip's bound is in the program of the gradient.
+    assert ("-0.01" in str(jax.make_jaxpr(light)(p, x))) == ("clip" in name)
+    if name not in RUN:
+        return
+    plain, light = (
+        jax.jit(gradients, static_argnums=0)(f, p, x) for f in (fn, fp8_remat(fn))
+    )
     for a, b in zip(jax.tree.leaves(light), jax.tree.leaves(plain), strict=True):
         a, b = (np.asarray(g, np.float64) for g in (a, b))
         assert np.linalg.norm(a - b) <= 0.25 * np.linalg.norm(b)
@@ -136,7 +161,7 @@ def test_gradients_that_are_clipped_twice_are_added_then(wrap):
 
     w, x = normal(1, K, K, scale=0.1), normal(2, 64, K)
     dy = normal(3, 64, K)
-    (dw, _) = jax.vjp(fp8_remat(fn), w, x)[1](dy)
+    _, (dw, _) = value_and_vjp(fp8_remat(fn), dy, w, x)
     exact = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
     expected = np.clip(exact, -0.01, 0.01) + np.clip(2 * exact, -0.01, 0.01)
     # Rounding changes the sign of small gradients. Once clipped, they would be half.

@@ -3,23 +3,21 @@
 Everywhere else the program is the one without this rewrite, so its numbers are, too.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from helpers import oracle
 from helpers.dots import (
     assert_follows_autodiff,
     assert_near,
-    bfloat16,
     gates,
     linear,
     mlp_arguments,
-    rows,
-    tensor,
 )
-from helpers.gradients import FP8, fake, fp8_bytes, saved, saved_bytes, value_and_vjp
+from helpers.gradients import FP8, fp8_bytes, saved, saved_bytes, value_and_vjp
 from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax import fp8_dot_general, fp8_remat
@@ -99,30 +97,6 @@ def arguments(f=F, **options):
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-@pytest.mark.parametrize("name", ["split", "swapped"])
-def test_results_and_gradients_follow_their_formulas(name):
-    weights, x, dy = arguments()
-    y, (dws, dx) = value_and_vjp(fp8_remat(mlp(WAYS[name])), dy, weights, x)
-    order = slice(None, None, -1 if name == "swapped" else 1)
-    both, down = (np.asarray(w.astype(BF16), np.float32) for w in weights)
-    gate, up = map(tensor, np.split(both, 2, axis=1)[order])
-    down = tensor(down)
-    by_token = fake(np.asarray(x, np.float32), K).astype(np.float64)
-    g, u = (bfloat16(by_token @ w) for w in (gate, up))
-    assert_near(y, rows(g / (1 + np.exp(-g)) * u) @ down)
-    # Backward reads the copies of gate and up, which are in groups of 16.
-    g, u = (fake(v.astype(np.float32), 16).astype(np.float64) for v in (g, u))
-    share = 1 / (1 + np.exp(-g))
-    dyq = tensor(dy, oracle.E5M2)
-    da = bfloat16(dyq @ down.T)
-    dg = tensor(da * u * share * (1 + g * (1 - share)), oracle.E5M2)
-    du = tensor(da * g * share, oracle.E5M2)
-    again = tensor(fake(np.asarray(x, np.float32), 16))
-    assert_near(dx, dg @ gate.T + du @ up.T)
-    assert_near(dws[0], np.concatenate([again.T @ dg, again.T @ du][order], axis=1))
-    assert_near(dws[1], tensor(g * share * u).T @ dyq)
-
-
 @every_way
 def test_each_way_saves_codes_of_its_halves_as_a_gate_does(way):
     """Without the gate's kernel codes of [tokens, 2 f] would be saved."""
@@ -184,61 +158,61 @@ STACKS = {
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks_are_read_by_one_matmul(name):
     fn, expected = STACKS[name]
-    ((w, down), x, dy) = arguments()
+    ((w, down), x, _) = arguments()
     weights = (w.astype(BF16).T.reshape(2, F, K), down.astype(BF16))
     assert gates(fp8_remat(fn), weights, x) == {expected}
-    # Gates of large numbers hang on few bits of them.
-    assert_follows_autodiff(fn, dy, weights, x, tolerance=0.25)
 
 
 def test_a_stack_of_three_is_no_pair():
-    ((w, down), x, dy) = arguments()
+    ((w, down), x, _) = arguments()
     three = jnp.concatenate([w, w[:, :F]], 1).T.reshape(3, F, K)
-    weights = (three.astype(BF16), down.astype(BF16))
 
     def fn(weights, x):
         gate, up, _ = jnp.unstack(weights[0])
         return linear(silu(linear(x, gate.T), linear(x, up.T)), weights[1])
 
+    weights = three.astype(BF16), down.astype(BF16)
     assert gates(fp8_remat(fn), weights, x) == {APART}
-    assert_follows_autodiff(fn, dy, weights, x)
 
 
-@pytest.mark.parametrize("small", [0, 1])
-def test_halves_that_are_multiplied_apart_have_a_scale_each(small):
+def test_halves_that_are_multiplied_apart_have_a_scale_each():
     (w, down), x, dy = arguments()
-    halves = [slice(None, F), slice(F, None)]
-    w = w.at[:, halves[small]].mul(1e-6)
 
     def fn(weights, x):
         w, down = weights
-        gate, up = (linear(x, w[:, half]) for half in halves)
-        return linear(silu(gate, up), down)
+        return linear(silu(linear(x, w[:, :F]), linear(x, w[:, F:])), down)
 
-    weights = w.astype(BF16), down.astype(BF16)
+    weights = w.at[:, :F].mul(1e-6).astype(BF16), down.astype(BF16)
     assert gates(fp8_remat(fn), weights, x) == {APART}
     assert_follows_autodiff(fn, dy, weights, x)
 
 
-def test_one_matmul_of_a_stack_computes_what_two_do():
-    ((w, down), x, dy) = arguments()
-    stack, down = w.astype(BF16).T.reshape(2, F, K), down.astype(BF16)
+def apart(weights, x):
+    gate, up, down = weights
+    return linear(silu(linear(x, gate), linear(x, up)), down)
 
-    def passes(fn, *weights):
-        return value_and_vjp(fp8_remat(fn), dy, weights, x)
 
-    y, ((dstack, ddown), dx) = passes(_of_stack, stack, down)
+@functools.cache
+def passes_apart():
+    (w, down), x, dy = arguments()
+    weights = *jnp.split(w.astype(BF16), 2, axis=1), down.astype(BF16)
+    return value_and_vjp(fp8_remat(apart), dy, weights, x)
 
-    def apart(weights, x):
-        gate, up, down = weights
-        return linear(silu(linear(x, gate.T), linear(x, up.T)), down)
 
-    other, ((dgate, dup, other_ddown), other_dx) = passes(apart, *stack, down)
-    np.testing.assert_array_equal(y, other)
-    np.testing.assert_array_equal(dstack, jnp.stack([dgate, dup]))
-    np.testing.assert_array_equal(ddown, other_ddown)
+@pytest.mark.parametrize("name", ["split", "swapped", "a stack [2, f, k]"])
+def test_one_matmul_computes_what_two_do(name):
+    (w, down), x, dy = arguments()
+    halves = jnp.split(w.astype(BF16), 2, axis=1)
+    w = jnp.concatenate(halves[:: -1 if name == "swapped" else 1], axis=1)
+    fn = fp8_remat(mlp(WAYS[name]))
+    y, ((dw, ddown), dx) = value_and_vjp(fn, dy, (w, down.astype(BF16)), x)
+    expected, ((dgate, dup, expected_ddown), expected_dx) = passes_apart()
+    np.testing.assert_array_equal(y, expected)
+    dhalves = [dup, dgate] if name == "swapped" else [dgate, dup]
+    np.testing.assert_array_equal(dw, jnp.concatenate(dhalves, axis=1))
+    np.testing.assert_array_equal(ddown, expected_ddown)
     # One matmul adds products in float32, and two round in between.
-    assert_near(dx, np.asarray(other_dx, float))
+    assert_near(dx, np.asarray(expected_dx, float))
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_a_modulated_norm_saves_one_copy_of_its_input(norm):
     copies = [r.shape for r in saved(fp8_remat(fn), weights, x, c) if r.dtype in FP8]
     # The others are the two results that are multiplied.
     assert copies == [(B, S, K)] * 3
-    if norm is not shifted:  # It is half of `both`.
+    if norm is both:
         arguments = dy, weights, x, c
         light, plain = (value_and_vjp(f, *arguments) for f in (fp8_remat(fn), fn))
         assert max(distances(light, plain)) <= 0.15

@@ -189,44 +189,6 @@ def _sharded(layer, params, x, seed):
     return on_mesh(jax.tree.map(lambda p: p[0], params), x, seed)
 
 
-@pytest.mark.parametrize(
-    ("of", "around"),
-    [
-        (prepared, None),
-        (prepared, _scanned),
-        (prepared, _in_cond),
-        (prepared, _sharded),
-        (attention, _scanned),
-    ],
-)
-def test_statistics_and_what_kernels_read_with_them_stay_exact(arguments, of, around):
-    """Near plain attention only if both are exact: with FP8 copies errors are 0.1."""
-    params, x, seed = arguments
-    x = jnp.tile(x, (2, 4, 1))  # Statistics of so many rows could be quantized.
-    params |= {"q": 3 * params["q"]}
-    if around is not None:
-        params = {name: jnp.stack([p, p]) for name, p in params.items()}
-
-    def gradients(wrap, attend):
-        def run(params, x, seed):
-            each = functools.partial(layer, attend=attend)
-            return (
-                each(params, x, seed)
-                if around is None
-                else around(each, params, x, seed)
-            )
-
-        return jax.jit(jax.grad(_loss(wrap(run))))(params, x, seed)
-
-    actual, expected = (
-        gradients(coat.fp8_remat, of),
-        gradients(lambda fn: fn, attention),
-    )
-    for name in "qkvo":
-        a, b = (np.asarray(g[name], np.float64) for g in (actual, expected))
-        assert np.linalg.norm(a - b) < 0.06 * np.linalg.norm(b)
-
-
 def _saving(change, restore, loop=False):
     """Returns attention that saves what `change` makes of its statistics.
 
@@ -291,10 +253,13 @@ CHANGED = {
         *((attend, None) for attend in CHANGED.values()),
         (CHANGED["scaled"], _scanned),
         (CHANGED["a loop"], _scanned),
+        (attention, _scanned),
+        (prepared, None),
         (prepared, _scanned),
         (prepared, _nested),
+        (prepared, _in_cond),
+        (prepared, _sharded),
     ],
-    ids=[*CHANGED, "scaled in a scan", "two loops", "many layers", "nested scans"],
 )
 def test_what_kernels_read_is_exact_for_statistics_that_forward_changes(
     arguments, attend, around
@@ -302,7 +267,7 @@ def test_what_kernels_read_is_exact_for_statistics_that_forward_changes(
     params, x, seed = arguments
     x = jnp.tile(x, (2, 4, 1))
     shape = (4, 256, heads, size)
-    layers = 1 if around is None else 8
+    layers = 8 if around in (_scanned, _nested) else 1
     if around is not None:
         params = {name: jnp.stack([p] * layers) for name, p in params.items()}
     each = functools.partial(layer, attend=attend)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.gradients import compiled, fake, value_and_vjp
 from helpers.versions import needs_kernels
 from jax.experimental import pallas as pl
 
@@ -88,15 +89,13 @@ def arrays(rng):
 
 def copied(x):
     """Returns what backward reads of an array that is saved in groups of 16."""
-    return coat.quantize(x, granularity=coat.PerGroup(16)).dequantize()
+    return jnp.asarray(fake(x, 16))
 
 
 def test_backward_is_exact_by_default(arrays):
     *inputs, do = arrays
-    out, vjp = jax.vjp(saving(flash), *inputs)
-    exact_out, exact_vjp = jax.vjp(flash, *inputs)
-    np.testing.assert_array_equal(np.asarray(out), np.asarray(exact_out))
-    for actual, expected in zip(vjp(do), exact_vjp(do), strict=True):
+    results = (value_and_vjp(fn, do, *inputs) for fn in (saving(flash), flash))
+    for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
@@ -156,21 +155,19 @@ def scaled_backward(amax, dy):
 scaled.defvjp(scaled_forward, scaled_backward)
 
 
-@pytest.mark.parametrize("option", [False, True])
-def test_statistics_whose_operands_backward_does_not_read_change_nothing(
-    option, arrays
-):
+def test_statistics_whose_operands_backward_does_not_read_change_nothing(arrays):
     x, *_ = arrays
 
     def function(w, x):
         y = jnp.sin(x)
         return scaled(y.astype(jnp.float32)), y @ w
 
-    light = coat.fp8_remat(function, rerun_attention=option)
     args = jnp.eye(SHAPE[-1], dtype=x.dtype), x
-    saved = [row.kept for row in coat.residual_report(light, *args).rows]
-    assert any(each.startswith("E4M3") for each in saved)
-    assert BESIDE_STATISTICS not in saved
+    for option in (False, True):
+        light = coat.fp8_remat(function, rerun_attention=option)
+        saved = [row.kept for row in coat.residual_report(light, *args).rows]
+        assert any(each.startswith("E4M3") for each in saved)
+        assert BESIDE_STATISTICS not in saved
     y, backward = jax.vjp(light, *args)
     forward, backward = (
         jax.jit(fn).lower(*xs).compile().as_text()
@@ -183,11 +180,11 @@ def test_statistics_whose_operands_backward_does_not_read_change_nothing(
 
 def test_backward_is_that_of_attention_to_the_copies(arrays):
     *inputs, do = arrays
-    out, vjp = jax.vjp(rerunning(flash), *inputs)
-    np.testing.assert_array_equal(np.asarray(out), np.asarray(flash(*inputs)))
+    out, grads = value_and_vjp(rerunning(flash), do, *inputs)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(jax.jit(flash)(*inputs)))
     decoded = [copied(x).astype(jnp.float32) for x in inputs]
-    exact = jax.vjp(attention, *decoded)[1](do.astype(jnp.float32))
-    for actual, expected in zip(vjp(do), exact, strict=True):
+    _, exact = value_and_vjp(attention, do.astype(jnp.float32), *decoded)
+    for actual, expected in zip(grads, exact, strict=True):
         close = 2**-7 * np.abs(expected).max()  # Results are rounded to bfloat16.
         np.testing.assert_allclose(np.float32(actual), expected, rtol=0, atol=close)
 
@@ -210,7 +207,7 @@ def test_what_follows_from_the_output_follows_from_the_copies(arrays, rng):
     light = coat.fp8_remat(block, rerun_attention=True)
     rows = coat.residual_report(light, w, *inputs).rows
     assert sum(row.dtype == jnp.float8_e4m3fn for row in rows) == 3
-    actual = jax.grad(lambda w: jnp.sum(light(w, *inputs)))(w)
+    actual = compiled(jax.grad(lambda w: jnp.sum(light(w, *inputs))), w)
     o = np.float64(attention(*map(copied, inputs))).reshape(-1, len(w))
     expected = np.broadcast_to(o.sum(0)[:, None], w.shape)
     close = 2**-7 * np.abs(o).sum(0).max()  # The output is rounded to bfloat16.
@@ -231,7 +228,7 @@ def block(arrays, rng):
 
 
 def gradient(function, x, do):
-    return np.asarray(jax.vjp(function, x)[1](do)[0])
+    return np.asarray(value_and_vjp(function, do, x)[1][0])
 
 
 def test_a_policy_that_saves_attention_keeps_what_it_follows_from(block, arrays):

@@ -35,23 +35,6 @@ class EncoderBlock(nn.Module):
         return x + nn.Dense(x.shape[-1])(nn.gelu(h))
 
 
-class AttentionModel(nnx.Module):
-    """Token embeddings, causal nnx.MultiHeadAttention, a tied output."""
-
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(96, 64, rngs=rngs)
-        self.norm = nnx.RMSNorm(64, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            num_heads=4, in_features=64, decode=False, rngs=rngs
-        )
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        mask = nnx.make_causal_mask(tokens)
-        x = x + self.attention(self.norm(x), mask=mask)
-        return self.embed.attend(x)
-
-
 class ResNetBlock(nn.Module):
     """A bottleneck block with BatchNorm in training and a strided shortcut."""
 
@@ -65,15 +48,6 @@ class ResNetBlock(nn.Module):
         h = norm(nn.Conv(64, (1, 1), use_bias=False)(nn.relu(norm(h))))
         shortcut = norm(nn.Conv(64, (1, 1), strides=2, use_bias=False)(x))
         return nn.relu(h + shortcut)
-
-
-class Lstm(nn.Module):
-    """A recurrent layer, which scans a cell over time, and a read-out."""
-
-    @nn.compact
-    def __call__(self, x):
-        hidden = nn.RNN(nn.OptimizedLSTMCell(64))(x)
-        return nn.Dense(32)(hidden)
 
 
 class Experts(nnx.Module):
@@ -169,17 +143,8 @@ def encoder() -> Case:
     return linen_case(EncoderBlock(), normal(1, 2, 48, 64), mask)
 
 
-def attention() -> Case:
-    tokens = jax.random.randint(jax.random.key(1), (2, 64), 0, 96)
-    return nnx_case(AttentionModel, tokens)
-
-
 def resnet() -> Case:
     return linen_case(ResNetBlock(), normal(1, 4, 16, 16, 64))
-
-
-def lstm() -> Case:
-    return linen_case(Lstm(), normal(1, 8, 24, 32))
 
 
 def experts() -> Case:
@@ -193,9 +158,7 @@ def unet() -> Case:
 # Upper bounds of the share of saved bytes and of the gradient's error.
 BOUNDS = {
     encoder: (0.13, 0.020),
-    attention: (0.14, 0.023),
     resnet: (0.29, 0.027),
-    lstm: (0.26, 0.034),
     experts: (0.20, 0.026),
     unet: (0.11, 0.015),
 }
@@ -223,15 +186,14 @@ def behaviour(make: Callable[[], Case]) -> list:
     return actual
 
 
-@pytest.mark.parametrize("make", slow_except([encoder, resnet, experts], BOUNDS))
+@pytest.mark.parametrize("make", slow_except([encoder], BOUNDS))
 def test_outputs_are_the_same_and_gradients_are_close(make):
     """Statistics are outputs, too."""
     (expected, y), (actual, light_y) = behaviour(make)
     assert jax.tree.structure(light_y) == jax.tree.structure(y)
     scale = np.abs(flat(y)).max()
     np.testing.assert_allclose(flat(light_y), flat(y), rtol=0, atol=1e-6 * scale)
-    # The derivative rule of tanh before jax 0.11 saves two arrays, which are rounded.
-    assert cosine(actual, expected) > (0.9994 if make is lstm else 0.9995)
+    assert cosine(actual, expected) > 0.9995
     size = np.linalg.norm(flat(expected))
     assert 1e-3 < np.linalg.norm(flat(actual) - flat(expected)) / size < BOUNDS[make][1]
     for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):

@@ -1,6 +1,7 @@
 """Tests of what calls change: NNX objects and Linen variables, as with Flax's remat."""
 
 import copy
+import functools
 import pickle
 
 import jax
@@ -65,8 +66,10 @@ def _nested(module, x):
     return coat.fp8_remat(lambda module, x: module(x))(module, x)
 
 
-@pytest.mark.parametrize("call", [_eager, _jitted, _in_gradient, _nested])
-@pytest.mark.parametrize("wrap_class", [False, True])
+@pytest.mark.parametrize(
+    ("call", "wrap_class"),
+    [(_eager, True), (_jitted, False), (_in_gradient, False), (_nested, False)],
+)
 def test_what_a_call_changes_of_a_module_is_as_without(call, wrap_class):
     plain = Recorder(nnx.Rngs(0))
     light = Recorder(nnx.Rngs(0))
@@ -92,23 +95,21 @@ def test_parameters_stay_the_same_objects():
     assert light.linear.kernel[...] is value
 
 
-@pytest.mark.parametrize("wrap", [nnx.remat, coat.fp8_remat])
-def test_variables_are_arguments(wrap):
+def test_variables_are_arguments():
+    @coat.fp8_remat
     def layer(weight, count, x):
         count[...] += 1
         return x @ weight[...]
 
+    @nnx.jit
+    def gradient(weight, count, x):
+        return nnx.grad(lambda *args: jnp.sum(layer(*args)))(weight, count, x)
+
     weight, count = nnx.Param(jnp.ones((64, 8))), nnx.BatchStat(jnp.array(0))
-    y = wrap(layer)(weight, count, X)
+    y = layer(weight, count, X)
     np.testing.assert_allclose(y, X @ jnp.ones((64, 8)), rtol=1e-5)
-    assert count[...] == 1
-
-    def loss(weight, count, x):
-        return jnp.sum(wrap(layer)(weight, count, x))
-
-    grads = nnx.grad(loss)(weight, count, X)
     expected = jnp.sum(X, 0)[:, None].repeat(8, 1)
-    assert_close(jax.tree.leaves(grads)[0], expected, 0.05)
+    assert_close(jax.tree.leaves(gradient(weight, count, X))[0], expected, 0.05)
     assert count[...] == 2
 
 
@@ -195,25 +196,25 @@ class Decorated(nn.Module):
 @pytest.mark.parametrize("how", ["bound", "function"])
 def test_a_method_of_linen_is_wrapped(how):
     plain, light = Block("plain"), Block(how)
-    variables = plain.init(jax.random.key(0), X)
-    actual = light.init(jax.random.key(0), X)
+    variables, actual = (jax.jit(m.init)(jax.random.key(0), X) for m in (plain, light))
     jax.tree.map(np.testing.assert_array_equal, actual["params"], variables["params"])
     params = {"params": variables["params"]}
-    y, sown = light.apply(params, X, mutable=["intermediates"])
-    expected, sown_plain = plain.apply(params, X, mutable=["intermediates"])
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(module, params):
+        def loss(params):
+            y, sown = module.apply(params, X, mutable=["intermediates"])
+            return jnp.sum(y**2), (y, sown)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    (grads, out), (expected_grads, expected) = (run(m, params) for m in (light, plain))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        sown,
-        sown_plain,
+        out,
+        expected,
     )
-
-    def gradient(module):
-        return jax.grad(lambda v: jnp.sum(module.apply(v, X) ** 2))(params)
-
-    jax.tree.map(
-        lambda a, b: assert_close(a, b, 0.05), gradient(light), gradient(plain)
-    )
+    assert_close(grads, expected_grads, 0.05)
 
     def saved(module):
         return coat.residual_report(lambda v: module.apply(v, X), params).nbytes
@@ -223,7 +224,7 @@ def test_a_method_of_linen_is_wrapped(how):
 
 def test_a_decorated_method_of_linen_is_wrapped():
     model = Decorated()
-    variables = model.init(jax.random.key(0), X)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
     assert set(variables["params"]) == {"Dense_0", "Dense_1"}
     report = coat.residual_report(lambda v: model.apply(v, X), variables)
     assert any("E4M3" in row.kept for row in report.rows)
@@ -243,7 +244,7 @@ def test_a_function_that_closes_over_a_bound_module_is_refused():
 def test_mutable_parameters_in_training_keep_the_copies(mutable):
     inner = nn.Sequential([nn.Dense(256), nn.gelu, nn.Dense(64)])
     model = coat.fp8_remat(inner)
-    variables = model.init(jax.random.key(0), X)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
 
     def loss(v, mutable):
         out = model.apply(v, X, mutable=mutable)
@@ -252,7 +253,9 @@ def test_mutable_parameters_in_training_keep_the_copies(mutable):
     plain = coat.residual_report(lambda v: loss(v, False), variables)
     actual = coat.residual_report(lambda v: loss(v, mutable), variables)
     assert actual.nbytes <= 1.1 * plain.nbytes
-    _, after = model.apply(variables, X, mutable=mutable)
+    _, after = jax.jit(model.apply, static_argnames="mutable")(
+        variables, X, mutable=mutable if mutable is True else tuple(mutable)
+    )
     assert set(after) <= {"params"}
     jax.tree.map(
         np.testing.assert_array_equal, after.get("params", variables["params"]),
@@ -271,20 +274,30 @@ def test_cotangents_are_python_numbers():
 
 @pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)])
 def test_keys_and_numbers_are_arguments_and_results(key):
-    def fn(w, x, key, rate):
-        saved = jax.random.bernoulli(key, rate, x.shape)
-        return jnp.where(saved, jnp.tanh(x @ w), 0.0), key, rate
+    def fn(w, rows, key, rate):
+        saved = jax.random.bernoulli(key, rate, X.shape)
+        y = jnp.where(saved, jnp.tanh(X[rows] @ w), 0.0)
+        return {"y": y, "key": key, "none": None, "rate": rate}
 
     w = jnp.ones((64, 64)) / 64
-    y, same, rate = coat.fp8_remat(fn)(w, X, key, 0.5)
-    expected, _, _ = fn(w, X, key, 0.5)
-    np.testing.assert_allclose(y, expected, rtol=1e-6)
-    assert same.dtype == key.dtype
-    assert rate == 0.5
-    grads = jax.grad(lambda w: jnp.sum(coat.fp8_remat(fn)(w, X, key, 0.5)[0] ** 2))(w)
-    assert_close(
-        grads, jax.grad(lambda w: jnp.sum(fn(w, X, key, 0.5)[0] ** 2))(w), 0.05
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(fn, w, rows):
+        def loss(w, rows):
+            out = fn(w, rows, key, 0.5)
+            return jnp.sum(out["y"] ** 2), out
+
+        return jax.grad(loss, (0, 1), has_aux=True, allow_int=True)(w, rows)
+
+    rows = jnp.arange(64)[::-1]
+    (grads, out), (expected_grads, expected) = (
+        run(f, w, rows) for f in (coat.fp8_remat(fn), fn)
     )
+    np.testing.assert_allclose(out["y"], expected["y"], rtol=1e-6)
+    assert out["key"].dtype == key.dtype
+    assert (out["none"], out["rate"]) == (None, 0.5)
+    assert_close(grads[0], expected_grads[0], 0.05)
+    assert grads[1].dtype == jax.dtypes.float0
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.checkpoint])

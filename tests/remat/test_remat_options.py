@@ -1,5 +1,7 @@
 """Tests fp8_remat's options: residuals, groups, policies, messages and reports."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +19,17 @@ from helpers.gradients import (
     saved_bytes,
     value_and_vjp,
 )
+from helpers.marks import slow_except
 from helpers.models import LinenNet, Mlp, normal, two_product_arguments, two_products
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 import coat_jax as coat
+from coat_jax import fp8_dot_general
 from coat_jax.remat.api import fp8_remat
+from coat_jax.remat.notes import Note
 from coat_jax.remat.policies import products_saveable
 
 NOTHING = jax.checkpoint_policies.nothing_saveable
@@ -94,7 +101,7 @@ def test_where_that_is_never_true_leaves_autodiff():
     assert_close(actual, expected, 1e-6)
 
 
-@pytest.mark.parametrize("group", [8, 32, 256])
+@pytest.mark.parametrize("group", [8, 256])
 def test_group_is_the_size_of_groups(group):
     def fn(w, x):
         return jnp.sin(x) @ w + jnp.sum(jnp.sin(3 * x))
@@ -332,6 +339,87 @@ def test_what_is_small_beside_its_group_has_finite_gradients(fn):
 
     saved = [row.kept for row in coat.residual_report(fp8_remat(loss), w, x).rows]
     assert any("backward divides by it" in how for how in saved)
-    for policy in (None, jax.checkpoint_policies.dots_saveable):
-        gradient = jax.grad(fp8_remat(loss, policy=policy))(w, x)
-        assert np.isfinite(gradient).all()
+
+    def gradients(w, x):
+        policies = None, jax.checkpoint_policies.dots_saveable
+        return [jax.grad(fp8_remat(loss, policy=p))(w, x) for p in policies]
+
+    assert np.isfinite(compiled(gradients, w, x)).all()
+
+
+POLICIES = {
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "products": products_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def in_scan(fn):
+    """Returns a function that computes `fn` in a loop of one turn."""
+    return lambda *args: jax.lax.scan(
+        lambda _, x: (None, fn(*args)), None, None, length=1
+    )[1][0]
+
+
+PLACES = {
+    "fp8_remat": lambda fn, policy: fp8_remat(fn, policy=policy),
+    "checkpoint": lambda fn, policy: fp8_remat(jax.checkpoint(fn, policy=policy)),
+    "loop": lambda fn, policy: fp8_remat(in_scan(jax.checkpoint(fn, policy=policy))),
+}
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize(
+    ("name", "place"),
+    slow_except(
+        zip(POLICIES, PLACES, strict=True), itertools.product(POLICIES, PLACES)
+    ),
+)
+def test_saved_codes_keep_their_scales(name, place):
+    """The scale of an amax of 3.624 is half the scale of its copy, 3.637."""
+
+    def operand(seed, *shape):
+        x = normal(seed, *shape)
+        return 3.624 * x / jnp.max(jnp.abs(x))
+
+    def fn(w, a, b):
+        y = fp8_dot_general(1.0 * a, 1.0 * b, (((1,), (0,)), ((), ())))
+        return jnp.sin(y / 8) @ w
+
+    w, dy = normal(1, 64, 96), normal(2, 64, 96)
+    a, b = operand(3, 64, 128), operand(4, 128, 64)
+    light = PLACES[place](fn, POLICIES[name])
+    actual = jax.jit(lambda w, a, b: jax.vjp(light, w, a, b)[1](dy))(w, a, b)
+    w, a, b, dy = (np.asarray(x, np.float64) for x in (w, a, b, dy))
+    y = a @ b / 8
+    dproduct = dy @ w.T * np.cos(y) / 8
+    expected = np.sin(y).T @ dy, dproduct @ b.T, a.T @ dproduct
+    for gradient, exact in zip(actual, expected, strict=True):
+        assert np.linalg.norm(gradient - exact) <= 0.12 * np.linalg.norm(exact)
+
+
+_TEXT = st.text(st.characters(exclude_characters=";", codec="ascii"))
+
+
+@given(_TEXT.filter(lambda kept: " for " not in f"{kept} "), _TEXT, _TEXT, _TEXT)
+def test_a_note_is_read_back_from_any_name_stack(kept, reader, before, after):
+    note = Note(kept, reader)
+    before = before.replace("FP8", "")
+    assert Note.within(f"{before}/{note}/{after}") == note
+
+
+def test_the_innermost_note_counts():
+    inner, outer = Note("E4M3, groups of 16", "dot in f (a.py:3)"), Note("wide", "g")
+    assert Note.within(f"jvp({outer})/{inner}/sin") == inner
+    assert Note.within("jvp(f)/sin") is None
+
+
+def test_the_scope_reaches_the_program():
+    note = Note("E4M3", "a; b")
+
+    def fn(x):
+        with note.scope():
+            return jnp.sin(x)
+
+    (eqn,) = jax.make_jaxpr(fn)(1.0).eqns
+    assert Note.within(str(eqn.source_info.name_stack)) == Note("E4M3", "a, b")

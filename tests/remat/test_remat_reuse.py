@@ -107,11 +107,25 @@ def test_layers_of_other_static_attributes_differ():
         {"function": functools.partial(jnp.clip, max=0.25)},
         *({"function": times(n)} for n in (2.0, 3.0)),
     ]
-    layers = [Layer(0, **kind) for kind in kinds]
-    lights = [coat.fp8_remat(layer) for layer in layers]
-    for layer, light in zip(layers, lights, strict=True):
-        np.testing.assert_array_equal(jax.jit(light)(X), jax.jit(layer)(X))
-        assert_near(gradients([light]), gradients([layer]))
+
+    def passes(wrap):
+        layers = nnx.List([wrap(Layer(0, **kind)) for kind in kinds])
+        graph, state = nnx.split(layers)
+
+        @jax.jit
+        def run(state):
+            def loss(state):
+                ys = [layer(X) for layer in nnx.merge(graph, state)]
+                return sum(jnp.sum(y**2) for y in ys), ys
+
+            return jax.grad(loss, has_aux=True)(state)
+
+        return map(jax.tree.leaves, run(state))
+
+    (grads, ys), (expected_grads, expected) = map(passes, (coat.fp8_remat, lambda x: x))
+    for a, b in zip(ys, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert_near(grads, expected_grads)
 
 
 @pytest.mark.parametrize("factors", [(1, 1.0, True), (0.0, -0.0)])

@@ -10,8 +10,6 @@ import pytest
 from flax import nnx
 from helpers import small_models
 from helpers.gradients import saved
-from helpers.marks import slow
-from helpers.models import parameters
 from helpers.versions import needs_kernels
 
 import coat_jax as coat
@@ -26,18 +24,18 @@ U = BATCH * LENGTH * HIDDEN * 2  # Bytes of the layer's BF16 input.
 BOUNDS = {"te": 14.5, "coat_block": 8.3, "coat": 8.3, "coat_max": 6.5}
 
 
+def abstract_layer(*sizes, recipe):
+    make = functools.partial(DecoderLayer, *sizes, recipe=recipe)
+    return nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+
+
 @functools.cache
 def units(recipe: str, num_layers: int | None = None, light: bool = False) -> float:
     """Returns a layer's saved bytes without parameters, in units of the input.
 
     Layers are under scan if there are several. With `light` each is in `fp8_remat`.
     """
-    layer = nnx.eval_shape(
-        lambda: DecoderLayer(
-            HIDDEN, 11008, 32, 32, 128, recipe=recipe, rngs=nnx.Rngs(0)
-        )
-    )
-    graph, params = nnx.split(layer)
+    graph, params = abstract_layer(HIDDEN, 11008, 32, 32, 128, recipe=recipe)
 
     def apply(params, x):
         return nnx.merge(graph, params)(x)
@@ -100,8 +98,7 @@ def test_scan_saves_nothing_twice(recipe):
 @pytest.mark.parametrize("recipe", ["coat", "coat_max"])
 def test_attention_saves_what_the_recipe_says(recipe):
     """Queries, keys, values and outputs are BF16, or FP8 with one group per head."""
-    layer = DecoderLayer(64, 96, 4, 4, 16, recipe=recipe, rngs=nnx.Rngs(0))
-    graph, params = nnx.split(layer)
+    graph, params = abstract_layer(64, 96, 4, 4, 16, recipe=recipe)
     x = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
     residuals = saved(lambda p, x: nnx.merge(graph, p)(x), params, x)
     heads = [r.dtype.name for r in residuals if r.shape == (2, 64, 4, 16)]
@@ -114,7 +111,8 @@ def test_attention_saves_what_the_recipe_says(recipe):
 def test_report_agrees():
     shape = {"hidden_size": 64, "intermediate_size": 96, "tie_embeddings": False}
     config = small_models.config(recipe="coat", **shape)
-    graph, params = parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    make = lambda: llama.Llama(config, rngs=nnx.Rngs(0))  # noqa: E731
+    graph, params = nnx.split(nnx.eval_shape(make))
     tokens = jax.random.randint(jax.random.key(1), (2, 64), 0, config.vocab_size)
     model = functools.partial(llama.cross_entropy, targets=tokens)
 
@@ -146,20 +144,17 @@ def test_reports_name_the_line_of_the_user_who_multiplies(wrap):
 
 
 @needs_kernels
-@pytest.mark.parametrize("before", [slow(None), "te"])
-def test_report_says_which_kernel_reads_what_where(monkeypatch, before):
+def test_report_says_which_kernel_reads_what_where(monkeypatch):
     """The report lists no operations inside kernels and no callers of other traces."""
     monkeypatch.setattr(devices, "has_hopper", lambda: True)
 
     def report(recipe):
-        layer = DecoderLayer(256, 2048, 2, 2, 128, recipe=recipe, rngs=nnx.Rngs(0))
-        graph, params = nnx.split(layer)
+        graph, params = abstract_layer(256, 2048, 2, 2, 128, recipe=recipe)
         x = jax.ShapeDtypeStruct((2, 128, 256), jnp.bfloat16)
         apply = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
         return coat.residual_report(apply, params, x)
 
-    if before:
-        report(before)
+    report("te")
     rows = report("coat").rows
     reader = "gated_grad in gated_mlp"
     gated = [row for row in rows if row.asked_by.startswith(reader)]
