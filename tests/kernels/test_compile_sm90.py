@@ -58,7 +58,8 @@ _NEAREST = {
         "scales of tensors",
     ],
     "grouped": [
-        "rows of groups", "weight gradients of groups", "weighted gelu gate, backward",
+        "rows of groups", "rows of groups, a scale a group, and maxima",
+        "weight gradients of groups", "weighted gelu gate, backward",
         "quantized transpose of groups, bfloat16", "sums of rows and an array",
         "copies of tokens", "tiles of groups",
     ],

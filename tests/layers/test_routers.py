@@ -9,6 +9,7 @@ from helpers.models import normal
 from coat_jax.layers.experts.routing import (
     Experts,
     Shares,
+    chosen_experts,
     logits_gradient,
     normed_logits,
     routed,
@@ -111,3 +112,17 @@ def test_the_input_of_an_rms_norm_is_read_in_its_dtype():
     program = jax.make_jaxpr(lambda *v: normed_logits(norm, *v))(x, weight, router)
     (dot,) = (e for e in program.eqns if e.primitive.name == "dot_general")
     assert dot.invars[0] is program.jaxpr.invars[0]
+
+
+def test_the_best_experts_are_chosen_each_once():
+    """Equal scores are chosen in their order, also zeros and what a bias excludes."""
+    experts = Experts(num_experts=32, top_k=6, num_shared=1, scores="sigmoid")
+    logits = jnp.round(4 * normal(0, 64, 32)) / 4
+    bias = normal(1, 32).at[:8].set(-jnp.inf)
+    logits = logits.at[0].set(-jnp.inf)  # All scores are 0.
+    for of_experts in (bias, bias.at[:29].set(-jnp.inf), jnp.zeros(32).at[3].set(-0.0)):
+        ids = jax.jit(chosen_experts, static_argnums=1)(logits, experts, of_experts)
+        scores = np.asarray(jax.nn.sigmoid(logits) + of_experts)
+        expected = np.argsort(-scores, axis=1, stable=True)[:, :6]
+        np.testing.assert_array_equal(ids[:, :6], expected)
+        assert (ids[:, 6] == 32).all()
