@@ -83,6 +83,17 @@ def test_amaxes_are_of_the_whole_result(of_k):
     np.testing.assert_allclose(jnp.max(maxima), expected, rtol=1e-5)
 
 
+def test_rows_with_known_scales_are_split_along_all_axes():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((GROUPS, 8, N)))
+    scale = jnp.linspace(0.01, 0.1, GROUPS * 8).reshape(GROUPS, 8)
+    expected, where = pk.quantize_rows(x, scale), mesh()
+    arrays = on(where, x, None, "data", "tensor"), on(where, scale, None, "data")
+    (codes, _), program = compiled(pk.quantize_rows, *arrays)
+    np.testing.assert_array_equal(codes, expected.codes)
+    assert not collectives(program)
+    assert codes.sharding.spec == P(None, "data", "tensor")
+
+
 def test_weight_gradients_are_split_along_features():
     a, b = drawn(ROWS, N), drawn(ROWS, K, seed=1)
     sizes, where = jnp.asarray(SIZES), mesh()

@@ -172,7 +172,8 @@ class _QuantizeRows(operations.Operation):
 
     def axes(self, x, scale, after) -> tuple:
         leading = tokens(x.ndim - 1)
-        row = Axes(f"{leading} _")
+        # Known scales need no whole rows.
+        row = Axes(f"{leading} {'_' if scale is None else 'n'}")
         of_scale = None if scale is None else Axes(leading)
         operands = row, of_scale, None if after is None else as_it_is(after)
         return operands, Scaled(row, Axes(leading))
