@@ -51,7 +51,7 @@ def by_rank(a, b):
 
 
 def matrices_of_layers(params):
-    """What is outside of layers is frozen: the step there has no `fp8_adamw`."""
+    """Returns which parameters are trained: no step outside of layers has any."""
 
     def is_trained(path, p):
         return path[0].key == "layers" and p.ndim > 1
