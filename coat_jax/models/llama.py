@@ -169,7 +169,7 @@ class Llama(nnx.Module):
           ...     vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=2,
           ...     num_heads=4, num_kv_heads=2)
           >>> model = llama.Llama(config, rngs=nnx.Rngs(0))
-          >>> nnx.jit(llama.Llama.quantize_weights)(model)
+          >>> model.quantize_weights()
           >>> graph, params, codes = nnx.split(model, nnx.Param, ...)
           >>> def loss(params, tokens):
           ...     model = nnx.merge(graph, params, codes)
@@ -319,7 +319,7 @@ def training_loss(
       >>> from flax import nnx
       >>> config = llama.LlamaConfig(
       ...     vocab_size=256, hidden_size=64, intermediate_size=32, num_layers=2,
-      ...     num_heads=4, num_kv_heads=2, recipe="bf16",
+      ...     num_heads=4, num_kv_heads=2,
       ...     experts=llama.Experts(num_experts=8, top_k=2))
       >>> model = llama.Llama(config, rngs=nnx.Rngs(0))
       >>> graph, params, others = nnx.split(model, nnx.Param, ...)

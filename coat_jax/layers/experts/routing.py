@@ -310,11 +310,11 @@ def updated_bias(
 def _largest(
     scores: Float[Array, "tokens experts"], count: int
 ) -> Int[Array, "tokens choices"]:
-    """Returns the indices that `lax.top_k` returns, if -0 is 0, by searches of rows.
+    """Returns the indices that `lax.top_k` returns, by a search of rows for each.
 
     XLA sorts whole rows for `top_k`, which takes longer on GPUs.
     """
-    bits = lax.bitcast_convert_type(scores + 0.0, jnp.int32)  # It has no -0.
+    bits = lax.bitcast_convert_type(scores, jnp.int32)
     # Integers in the order of the numbers. No number has the least one.
     order = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
     at, ids = jnp.arange(scores.shape[1], dtype=jnp.int32), []

@@ -26,7 +26,13 @@ from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.ops.grouped_matmul.tiles import ROWS, GroupTiles, most_tiles
 from pallas_kernels.ops.matmul import kernel as matmul_kernel
 from pallas_kernels.ops.matmul.plan import PIECE_M, Product, Tuning, tile_k
-from pallas_kernels.ops.matmul.tile import Tile, load_columns, load_rows, row_maxima
+from pallas_kernels.ops.matmul.tile import (
+    Tile,
+    larger,
+    load_columns,
+    load_rows,
+    row_maxima,
+)
 from pallas_kernels.ops.matmul.walk import LastStripe, Place, Stages, Walk, in_stripes
 
 
@@ -213,7 +219,7 @@ class GroupedTile(Tile):
             first = lax.clamp(0, place.first - row, PIECE_M)
             end = lax.clamp(0, place.end - row, PIECE_M)
             if self.product.maxima:
-                largest = self.larger(largest, value, j)
+                largest = larger(largest, value, j)
                 if j + value.shape[1] == self.tuning.tile_n:
                     self._store_maxima(largest, place, band, i, first, end)
             staged = smem.at[number % smem.shape[0]]

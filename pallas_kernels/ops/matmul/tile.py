@@ -206,7 +206,7 @@ class Tile:
             if addends is not None:
                 value = value + next(addends).astype(jnp.float32)
             if self.product.maxima:
-                largest = self.larger(largest, value, j)
+                largest = larger(largest, value, j)
                 # The amax of a row is complete with its last subtile.
                 if j + value.shape[1] == self.tuning.tile_n:
                     tile = pl.cdiv(columns.start, self.tuning.tile_n)
@@ -225,11 +225,6 @@ class Tile:
                 staged[...] = value
             plgpu.commit_smem()
             self._send(staged, out, *where)
-
-    def larger(self, largest, value, j):
-        """Returns the larger magnitudes of subtiles; this one begins at column j."""
-        size = jnp.abs(value)
-        return size if j == 0 else jnp.maximum(largest, size)
 
     def _scaled(self, sums, scaled):
         """Yields each subtile as its row and column in the tile, and scaled values."""
@@ -395,6 +390,12 @@ def _ahead(load: Callable, places: Iterable[Any]) -> Iterator[Any]:
 def _load_tile(ref: Any) -> Array:
     """Loads an array in the register layout of the accumulator."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def larger(largest: Array | None, value: Array, column: int) -> Array:
+    """Returns the larger magnitudes of a row's subtiles, of which the first is at 0."""
+    size = jnp.abs(value)
+    return size if column == 0 else jnp.maximum(largest, size)
 
 
 def row_maxima(magnitudes: Array) -> Array:
