@@ -108,8 +108,10 @@ def some(*names):
 
 @pytest.mark.parametrize("name", some("packed"))
 def test_the_definition_is_attention(name):
-    actual = CASES[name].run("reference", jnp.float32)
-    assert_near(actual, CASES[name].expected(), 2e-5)
+    case = CASES[name]
+    # Scores are float32 sums, with errors in proportion to the queries.
+    bound = 5e-7 * max(40.0, case.large)
+    assert_near(case.run("reference", jnp.float32), case.expected(), bound)
 
 
 @pytest.mark.parametrize("name", some("small"))
