@@ -195,11 +195,11 @@ class Study:
         if not missing:
             return
         windows = jax.device_put(self.data.train), jax.device_put(self.data.test)
-        of_missing = {name for v, _ in missing for name in (v.name, v.reference)}
-        needed = tuple(v for v in self.variants if v.name in of_missing)
+        begun = {(self._first(variant), seed) for variant, seed in missing}
+        names = {v.name for v, _ in (*missing, *begun)}
+        needed = tuple(v for v in self.variants if v.name in names)
         steps, shared = self.setup.steps, self.setup.shared_steps
-        total = len(missing) * (steps - shared)
-        total += len({(v.reference, seed) for v, seed in missing}) * shared
+        total = len(missing) * (steps - shared) + len(begun) * shared
         with (
             training.ahead(self.setup, needed, self.data) as programs,
             tqdm(total=total, unit="step", mininterval=5.0) as bar,
@@ -209,12 +209,15 @@ class Study:
                 ready = self._ready(variant, programs[variant.name])
                 if time.monotonic() > until:
                     break
-                of_reference = self._ready(
-                    VARIANTS[variant.reference], programs[variant.reference]
-                )
-                if ready and of_reference:
-                    both = ready, of_reference
+                first = self._first(variant)
+                of_first = self._ready(first, programs[first.name])
+                if ready and of_first:
+                    both = ready, of_first
                     self._run(variant, both, seed, windows, bar)
+
+    def _first(self, variant: Variant) -> Variant:
+        """Returns the variant with which a training begins."""
+        return VARIANTS[variant.reference] if self.setup.shared_steps else variant
 
     def _ready(
         self, variant: Variant, programs: Callable[[], training.Programs]
@@ -241,12 +244,12 @@ class Study:
     ) -> None:
         """Trains once, and writes the results with the new row.
 
-        `both` are the programs of the variant and of its reference.
+        `both` are the programs of the variant, and of the one with which it begins.
         """
-        programs, of_reference = both
+        programs, of_first = both
         arguments = seed, windows, bar.update
         try:
-            start = self._start(variant.reference, of_reference, *arguments)
+            start = self._start(variant.reference, of_first, *arguments)
             losses = training.train(self.setup, programs, *arguments, start=start)
         except jax.errors.JaxRuntimeError as error:
             self.errors[variant.name] = one_line(error)[:300]

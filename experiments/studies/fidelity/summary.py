@@ -76,10 +76,12 @@ def _interval(unit: str, values: Sequence[float]) -> dict[str, float | None]:
 
 def bars(summary: Sequence[Row], settings: Mapping[str, Any]) -> list[Bar]:
     """Returns the bars of `coat` for whole trainings on text, none for others."""
-    targets, whole_on_text = [], settings["regime"] == "text" and not settings["shared"]
+    if settings["regime"] != "text" or settings["shared"]:
+        return []
+    targets = []
     for row in summary:
         of_coat = (row["variant"], row["loss"]) == ("coat", "average_own")
-        if of_coat and whole_on_text and row["percent_half"] is not None:
+        if of_coat and row["percent_half"] is not None:
             name = f"coat, % of averaged weights' loss above {REFERENCE}"
             targets = [
                 Bar.of(name, "<=", _MOST_PERCENT, row["percent"]),

@@ -111,7 +111,8 @@ class Programs(NamedTuple):
 
     Attributes:
       init: A function of the seed that returns a state.
-      begin: A function of the reference's state that returns the state to go on with.
+      begin: A function of the reference's state that returns the state to go on with;
+        None without shared steps.
       step: A function of a state, all windows and their order that returns the next
         state and the loss. The state is donated.
       losses: Functions of float32 parameters, all windows and a first row that return a
@@ -119,7 +120,7 @@ class Programs(NamedTuple):
     """
 
     init: Callable[..., State]
-    begin: Callable[..., State]
+    begin: Callable[..., State] | None
     step: Callable[..., tuple[State, Float32[Array, ""]]]
     losses: dict[str, Callable[..., Float32[Array, ""]]]
 
@@ -128,22 +129,27 @@ def compiled(setup: Setup, variant: Variant, train: int, test: int) -> Programs:
     """Compiles a variant's programs."""
     seed = jax.ShapeDtypeStruct((), jnp.int32)
     order = jax.ShapeDtypeStruct((setup.steps * setup.batch_size,), jnp.int32)
-    of_reference = partial(_init, setup=setup, variant=VARIANTS[variant.reference])
     init = partial(_init, setup=setup, variant=variant)
-    begin = partial(_begin, setup=setup, variant=variant)
     with _TRACING:
-        state, before = (jax.eval_shape(fn, seed) for fn in (init, of_reference))
+        state = jax.eval_shape(init, seed)
     step = partial(_step, setup=setup, variant=variant)
     arguments = state, _windows(setup, train), order
     return Programs(
         init=_program(init, seed),
-        begin=_program(begin, before),
+        begin=_begin_program(setup, variant) if setup.shared_steps else None,
         step=_program(step, *arguments, donate_argnums=0),
         losses={
             "own": _loss_program(setup, variant.forward, test),
             "in_bf16": _loss_program(setup, VARIANTS[REFERENCE].forward, test),
         },
     )
+
+
+def _begin_program(setup: Setup, variant: Variant) -> Callable[..., State]:
+    reference = partial(_init, setup=setup, variant=VARIANTS[variant.reference])
+    with _TRACING:
+        state = jax.eval_shape(reference, jax.ShapeDtypeStruct((), jnp.int32))
+    return _program(partial(_begin, setup=setup, variant=variant), state)
 
 
 @functools.cache
