@@ -188,13 +188,17 @@ def deduplicated(program: core.Jaxpr) -> core.Jaxpr:
 
     Stateful operations stay, and those with parameters that cannot be compared. So do
     functions with a backward pass of their own: the sum of two gradients that are
-    clipped is not the clipped sum.
+    clipped is not the clipped sum. Slices of a whole array, which indices are made of
+    before jax 0.10, are replaced by the array.
     """
     names: Names = {}
     results: dict[Any, list[core.Var]] = {}
     eqns = []
     for eqn in program.eqns:
         eqn = eqn.replace(invars=renamed(eqn.invars, names))
+        if _is_whole_slice(eqn):
+            names |= zip(eqn.outvars, eqn.invars, strict=True)
+            continue
         key = None if is_stateful(eqn) or _has_backward(eqn) else _key(eqn)
         first = None if key is None else results.get(key)
         if first is None or any(map(versions.is_dropped, first)):
@@ -204,6 +208,11 @@ def deduplicated(program: core.Jaxpr) -> core.Jaxpr:
         else:
             names |= zip(eqn.outvars, first, strict=True)
     return program.replace(eqns=eqns, outvars=renamed(program.outvars, names))
+
+
+def _is_whole_slice(eqn: core.JaxprEqn) -> bool:
+    is_slice = eqn.primitive.name == "slice"
+    return is_slice and eqn.outvars[0].aval.shape == eqn.invars[0].aval.shape
 
 
 def _has_backward(eqn: core.JaxprEqn) -> bool:

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from experiments.studies.fidelity import (
     training,
     variants,
 )
-from experiments.studies.fidelity.operands import Grid, Operands
+from experiments.studies.fidelity.operands import Grid, Operands, Weight
 
 _E4M3, _E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
@@ -118,6 +119,23 @@ def test_each_operand_is_rounded_where_its_name_says():
         assert error.max() <= 2**-8 * np.abs(exact).max()
     other = np.abs(np.asarray(dw, np.float64) - dy.T @ x)
     assert other.max() > 2**-6 * np.abs(dy.T @ x).max()  # Rounding does show.
+
+
+@pytest.mark.parametrize("only", get_args(Weight))
+def test_operands_of_one_weight_alone_are_rounded(only):
+    shapes = {
+        "qkv": (96, 32),
+        "out": (32, 32),
+        "gate_up": (2, 48, 32),
+        "down": (32, 48),
+    }
+    linear = Operands(only=only, w=Grid(scales="row"))
+    for name, shape in shapes.items():
+        w = jax.random.normal(jax.random.key(0), shape)
+        x = jnp.eye(shape[-1])
+        y = linear(x, w).reshape(len(x), -1)
+        is_exact = bool((y == w.reshape(-1, shape[-1]).T).all())
+        assert is_exact == (name != only)
 
 
 def test_stochastic_rounding_has_the_right_mean():

@@ -43,15 +43,16 @@ def save(
 
     Args:
       model: The model.
-      path: The path of the folder, which must not exist or be empty.
+      path: The path of the folder, which must not exist or be empty, or of a link to
+        it. It may not be a mount point.
       format: None for parameters as they are; "fp8-block" for E4M3 codes with scales of
         128 x 128 blocks, and "fp8-channel" with scales of rows in the layout of
         compressed-tensors. Embeddings, the head, norms and biases are not quantized.
 
     Raises:
-      ValueError: If `format` is unknown, the folder is not empty, a matrix to quantize
-        is not finite, the model has adapters, or no architecture of Hugging Face has
-        the model's configuration.
+      ValueError: If `format` is unknown, the folder is not empty or a mount point, a
+        matrix to quantize is not finite, the model has adapters, or no architecture of
+        Hugging Face has the model's configuration.
 
     Examples:
       >>> import pathlib, tempfile
@@ -69,7 +70,12 @@ def save(
     fp8.check_format(format)
     if is_adapted(model):
         raise ValueError("a model with adapters is saved as the sum of lora.merged")
-    target = Path(path)
+    target = Path(path).resolve()  # A link's folder is replaced, and not the link.
+    if target.is_mount():
+        raise ValueError(
+            f"the folder to save to must not be a mount point, got {path}; name a "
+            "folder in it"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"the folder to save to must be empty, got {path}")
     origin = json.loads(model.origin.config) if model.origin is not None else {}

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 import coat_jax as coat
 from coat_jax.fp8 import matmul
 
+Weight = Literal["qkv", "out", "gate_up", "down"]
 _GRANULARITIES: dict[str, Callable[[int], object]] = {
     "tensor": lambda size: coat.PerTensor(),
     "row": coat.PerGroup,
@@ -70,6 +71,7 @@ class Operands:
       w_for_dx: Weights in `dx = dy @ w`.
       dy_for_dw: Gradients in `dw = dy.T @ x`.
       x_for_dw: Activations in `dw = dy.T @ x`.
+      only: The matmuls whose operands are rounded; None means those of all weights.
     """
 
     x: Grid | None = None
@@ -78,6 +80,7 @@ class Operands:
     w_for_dx: Grid | None = None
     dy_for_dw: Grid | None = None
     x_for_dw: Grid | None = None
+    only: Weight | None = None
 
     def __call__(
         self, x: Float[Array, "*batch k"], w: Float[Array, "... k"]
@@ -87,8 +90,18 @@ class Operands:
         Raises:
           ValueError: If the contracted sizes differ.
         """
-        multiply = partial(_product, self)
-        return matmul.in_rows(multiply, x, w)
+        operands = self if self.only in (None, _weight_of(w)) else Operands()
+        return matmul.in_rows(partial(_product, operands), x, w)
+
+
+def _weight_of(w: Float[Array, "... k"]) -> Weight:
+    """Returns which of a layer's weights has the shape of `w`."""
+    if w.ndim == 3:
+        return "gate_up"
+    rows, columns = w.shape
+    if rows == 3 * columns:
+        return "qkv"
+    return "out" if rows == columns else "down"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import coat_jax as coat
 from coat_jax.layers.plain import PlainRecipe
 from coat_jax.layers.recipe import NORMS, Recipe
 from coat_jax.layers.recipes import RECIPES, UNQUANTIZED
-from experiments.studies.fidelity.operands import Grid, Operands
+from experiments.studies.fidelity.operands import Grid, Operands, Weight
 from experiments.training.optimizer import Optimizer
 
 REFERENCE = "bf16"
@@ -92,8 +92,10 @@ def _layers(kind: type[PlainRecipe] = PlainRecipe, **changes) -> PlainRecipe:
     return kind(**{"linear": UNQUANTIZED.linear} | changes)
 
 
-def _operands(name: str, about: str, **grids: Grid) -> Variant:
-    recipe = _layers(linear=Operands(**grids))
+def _operands(
+    name: str, about: str, only: Weight | None = None, **grids: Grid
+) -> Variant:
+    recipe = _layers(linear=Operands(only=only, **grids))
     return Variant(name=name, about=about, recipe=recipe)
 
 
@@ -142,6 +144,11 @@ _CHANGES = (
               x=_TENSOR, w=_TENSOR),
     _operands("forward_x", "forward activations E4M3, a scale per row", x=_ROW),
     _operands("forward_w", "forward weights E4M3, a scale per row", w=_ROW),
+    *(
+        _operands(f"forward_{name}", f"forward operands E4M3 of {name} alone",
+                  only=name, x=_ROW, w=_ROW)
+        for name in get_args(Weight)
+    ),
     _gradients("gradients", "gradients E5M2, a scale per tensor", _E5M2),
     _gradients("gradients_stochastic", "gradients E5M2, rounded stochastically",
                Grid(format=coat.E5M2, stochastic=True)),

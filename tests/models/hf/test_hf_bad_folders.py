@@ -356,6 +356,25 @@ def test_unknown_formats_are_refused(tmp_path, format):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_link_to_an_empty_folder_is_saved_to(tmp_path):
+    model = hf.load(write_folder(tmp_path / "new", "llama"))
+    disk, link = tmp_path / "disk", tmp_path / "link"
+    (disk / "out").mkdir(parents=True)
+    link.symlink_to(disk / "out")
+    hf.save(model, link)
+    assert link.is_symlink()
+    assert (disk / "out" / "config.json").exists()
+    hf.load(link)
+
+
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    model = hf.load(write_folder(tmp_path / "new", "llama"))
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+    with pytest.raises(ValueError, match=r"must not be a mount point, got .*disk"):
+        hf.save(model, tmp_path / "disk")
+    assert not (tmp_path / "disk.incomplete").exists()
+
+
 def test_saving_does_not_overwrite(tmp_path):
     folder = write_folder(tmp_path / "new", "llama")
     model = hf.load(folder)
