@@ -250,6 +250,40 @@ def test_a_cut_run_goes_on_without_repeating_anything(tmp_path, monkeypatch, cap
     assert "other settings" in capsys.readouterr().err
 
 
+def test_differences_are_between_ends_of_the_same_shared_steps(tmp_path, monkeypatch):
+    documents = [np.random.default_rng(i).bytes(200) for i in range(20)]
+    monkeypatch.setattr(texts, "python_files", lambda: documents)
+    compiled = functools.cache(training.compiled)
+    one = variants.VARIANTS["bf16"]
+    monkeypatch.setattr(
+        training, "compiled", lambda setup, _, **sizes: compiled(setup, one, **sizes)
+    )
+    out = tmp_path / "fidelity.json"
+    argv = ["--preset", "tiny", "--shared", "0.5", "--seeds", "1", "--out", str(out)]
+
+    def seeds_of_rows(names):
+        assert program.main([*argv, "--variants", names]) == 0
+        contents = json.loads(out.read_text())
+        rows = [(row["variant"], row["start"]) for row in contents["rows"]]
+        return rows, {row["variant"]: row["seeds"] for row in contents["summary"]}
+
+    rows, seeds = seeds_of_rows("bf16,again")
+    (first,) = {start for _, start in rows}
+    assert (len(rows), seeds) == (2, {"again": 1})
+    # Another process may end the shared steps in other bits.
+    complete = training.shared
+
+    def shared(*arguments):
+        return complete(*arguments)._replace(seed=np.int32(7))
+
+    monkeypatch.setattr(training, "shared", shared)
+    rows, seeds = seeds_of_rows("bf16,again,moments")
+    (_, second) = rows[-1]
+    assert second != first
+    assert rows[2:] == [("bf16", second), ("moments", second)]
+    assert seeds == {"again": 1, "moments": 1}
+
+
 def test_variants_go_on_from_their_references_state():
     """A reference that goes on from its own state ends as in a whole training."""
     args = program._parser().parse_args(["--preset", "tiny", "--shared", "0.5"])

@@ -144,7 +144,7 @@ class Study:
     out: Path
     finished: list[dict[str, Any]]
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
-    _shared: tuple[tuple[str, int], training.State] | None = None
+    _shared: tuple[tuple[str, int], training.State, str] | None = None
 
     @classmethod
     def open(cls, args: argparse.Namespace) -> "Study":
@@ -248,14 +248,25 @@ class Study:
         """
         programs, of_first = both
         arguments = seed, windows, bar.update
+        reference = VARIANTS[variant.reference]
+        pairs = [(variant, programs)]
         try:
-            start = self._start(variant.reference, of_first, *arguments)
-            losses = training.train(self.setup, programs, *arguments, start=start)
+            start, end = self._start(variant.reference, of_first, *arguments)
+            runs = set(map(summary.run_of, self.finished))
+            if end and variant != reference and (reference.name, seed, end) not in runs:
+                # An earlier process trained it from another end of the shared steps.
+                pairs.insert(0, (reference, of_first))
+                bar.total += self.setup.steps - self.setup.shared_steps
+            for trained, compiled in pairs:
+                losses = training.train(self.setup, compiled, *arguments, start=start)
+                self._finish(trained, seed, losses | ({"start": end} if end else {}))
         except jax.errors.JaxRuntimeError as error:
             self.errors[variant.name] = one_line(error)[:300]
-            return
+
+    def _finish(self, variant: Variant, seed: int, values: dict[str, Any]) -> None:
+        """Writes the results with a new row."""
         of = {"setup": self.setup.id(self.data), "regime": self.setup.regime}
-        row = of | {"variant": variant.name, "seed": seed} | losses
+        row = of | {"variant": variant.name, "seed": seed} | values
         row |= {"reference": variant.reference, "device": device()["name"]}
         self.finished.append(row)
         self.write()
@@ -267,17 +278,18 @@ class Study:
         seed: int,
         windows: tuple[jax.Array, jax.Array],
         advance: Callable[[int], Any],
-    ) -> training.State | None:
-        """Returns the state after the shared steps; None if there are none.
+    ) -> tuple[training.State | None, str | None]:
+        """Returns the state after the shared steps, and its hash; None without them.
 
         The last one is kept for the next variant.
         """
         if not self.setup.shared_steps:
-            return None
+            return None, None
         if self._shared is None or self._shared[0] != (reference, seed):
             arguments = self.setup, programs, seed, windows[0], advance
-            self._shared = (reference, seed), training.shared(*arguments)
-        return self._shared[1]
+            state = training.shared(*arguments)
+            self._shared = (reference, seed), state, training.digest(state)
+        return self._shared[1:]
 
     def write(self) -> dict[str, Any]:
         """Writes the results file, and returns its contents."""

@@ -55,7 +55,7 @@ def joined(paths: Sequence[Path]) -> Results:
             if value != _common(first)[name]:
                 raise ValueError(f"{path} and {paths[0]} differ in their {name}")
         for row in results["rows"]:
-            run = row["variant"], row["seed"]
+            run = summary.run_of(row)
             if run in rows:
                 raise ValueError(
                     f"{path} has {run[0]} with seed {run[1]}, as another file does"

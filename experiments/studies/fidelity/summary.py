@@ -36,33 +36,36 @@ _MOST_PERCENT, _MOST_HALF = 0.2, 0.06
 def differences(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns a row for each variant and kind of loss, but for references alone.
 
-    A difference is taken between two trainings with the same seed. `nats` is the mean
+    A difference is taken between two trainings with the same seed, which go on from the
+    same shared steps if there are any. `nats` is the mean
     difference and `percent` the mean of the differences in percent of the reference's
     loss. `nats_half` and `percent_half` are half of their 95% intervals by Student's t
     distribution. `nats_deviation` and `percent_deviation` are standard deviations over
     seeds. All four are None with one seed.
     """
-    by_run = {(row["variant"], row["seed"]): row for row in rows}
+    by_run = {run_of(row): row for row in rows}
     summary = []
     for name, variant in VARIANTS.items():
-        seeds = [
-            seed
-            for of, seed in by_run
-            if of == name and (variant.reference, seed) in by_run
+        both = [
+            (row, by_run[variant.reference, *run])
+            for (of, *run), row in by_run.items()
+            if of == name and (variant.reference, *run) in by_run
         ]
-        if name == variant.reference or not seeds:
+        if name == variant.reference or not both:
             continue
-        about = {"variant": name, "reference": variant.reference, "seeds": len(seeds)}
+        about = {"variant": name, "reference": variant.reference, "seeds": len(both)}
         for key in LOSSES:
-            pairs = [
-                (by_run[name, seed][key], by_run[variant.reference, seed][key])
-                for seed in seeds
-            ]
+            pairs = [(row[key], reference[key]) for row, reference in both]
             row = about | {"loss": key, "reference_nats": fmean(b for _, b in pairs)}
             row |= _interval("nats", [a - b for a, b in pairs])
             row |= _interval("percent", [100 * (a / b - 1) for a, b in pairs])
             summary.append(row)
     return summary
+
+
+def run_of(row: Row) -> tuple[str, int, str | None]:
+    """Returns variant, seed and the shared steps' end of a training's row."""
+    return row["variant"], row["seed"], row.get("start")
 
 
 def _interval(unit: str, values: Sequence[float]) -> dict[str, float | None]:
