@@ -191,6 +191,8 @@ def test_results_on_pages_are_those_of_the_results_files():
     assert pages.released(release) == release
     models = pages.MODELS.read_text()
     assert pages.models(models) == models
+    experts = pages.EXPERTS.read_text()
+    assert pages.of_experts(experts) == experts
     ecosystem = pages.ECOSYSTEM.read_text()
     assert pages.trainings(ecosystem) == ecosystem
     results = (_ROOT / "experiments" / "README.md").read_text()

@@ -2,7 +2,7 @@
 
 These are the results and pictures of README.md and of the docs' home page,
 experiments/README.md, docs/pages/paper.md with all tables and figures of the paper, and
-the tables of docs/pages/release.md, docs/pages/models-hf.md and
+the tables of docs/pages/release.md, docs/pages/models-hf.md, docs/pages/experts.md and
 docs/pages/ecosystem.md.
 
 uv run python -m experiments.pages
@@ -15,6 +15,7 @@ from experiments.common.results import picture
 from experiments.pages import paper, pictures
 from experiments.pages.readme import (
     ECOSYSTEM,
+    EXPERTS,
     HOME,
     MODELS,
     PROJECT,
@@ -22,6 +23,7 @@ from experiments.pages.readme import (
     headline_rows,
     home,
     models,
+    of_experts,
     readme,
     released,
     results,
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     speed.savefig(HOME.parent / "images" / "speed.png")
     RELEASE.write_text(released(RELEASE.read_text()))
     MODELS.write_text(models(MODELS.read_text()))
+    EXPERTS.write_text(of_experts(EXPERTS.read_text()))
     ECOSYSTEM.write_text(trainings(ECOSYSTEM.read_text()))
     (PROJECT / "experiments" / "README.md").write_text(results())
     paper.PAGE.write_text(paper.page())

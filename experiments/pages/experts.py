@@ -1,5 +1,6 @@
 """Sections on mixtures of experts: grouped matmuls, layers, and several GPUs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from experiments.common.results import load
@@ -25,6 +26,7 @@ _NAMES = {
 }
 
 
+_MODELS = {"qwen3": "Qwen3-30B-A3B", "mixtral": "Mixtral 8x7B"}
 _LAYERS = {
     "`coat`": "coat",
     "`te`": "te",
@@ -39,9 +41,43 @@ _EXCHANGES = {
 }
 
 
+def of_models() -> str:
+    """Returns docs/pages/experts.md's table of layers of two models."""
+    files = {model: load("moe", f"layers_{name}") for name, model in _MODELS.items()}
+    rows = {model: results["rows"][0] for model, results in files.items()}
+    (device,) = {results["device"]["name"] for results in files.values()}
+
+    def cell(model: str, name: str) -> str:
+        row = rows[model]
+        ms = row[f"{name}_ms"]
+        times = _fastest_bf16(row) / ms
+        return f"{ms:.1f} ({times:.2f}), {row[f'{name}_saved_mib']:,.0f}"
+
+    columns = (
+        Column("", lambda model: f"{model}, {rows[model]['tokens']:,} tokens"),
+        *(
+            Column(title, lambda model, n=name: cell(model, n))
+            for title, name in _LAYERS.items()
+            if "ragged" not in title
+        ),
+    )
+    text = f"Milliseconds on one {device}, the speed relative to the fastest BF16 in "
+    text += "parentheses, and MiB saved for backward."
+    return f"{text}\n\n{markdown(columns, list(rows))}\n"
+
+
+def _fastest_bf16(row: Mapping[str, Any]) -> float:
+    """Returns the milliseconds of the fastest layer in BF16."""
+    return min(
+        ms
+        for name, ms in row.items()
+        if name.startswith("bf16") and name.endswith("ms")
+    )
+
+
 def layers() -> str:
     """Returns the section on whole layers of experts."""
-    files = [load("moe", f"layers_{name}") for name in ("qwen3", "mixtral")]
+    files = [load("moe", f"layers_{name}") for name in _MODELS]
     rows = [row for results in files for row in results["rows"]]
     columns = (
         Column("tokens, experts, top k, hidden, inner", _shape),

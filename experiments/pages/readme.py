@@ -9,6 +9,7 @@ from experiments.common.tables import Column, markdown
 from experiments.pages import (
     ecosystem,
     experts,
+    fidelity,
     layers,
     optimizer,
     release,
@@ -21,6 +22,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 HOME = PROJECT / "docs" / "pages" / "index.md"
 RELEASE = PROJECT / "docs" / "pages" / "release.md"
 MODELS = PROJECT / "docs" / "pages" / "models-hf.md"
+EXPERTS = PROJECT / "docs" / "pages" / "experts.md"
 ECOSYSTEM = PROJECT / "docs" / "pages" / "ecosystem.md"
 # Case and batch size of each row of the table at the top of README.md.
 _HEADLINE = (
@@ -71,6 +73,11 @@ def models(text: str) -> str:
     return _with(text, "layers", layers.of_models())
 
 
+def of_experts(text: str) -> str:
+    """Returns the text of docs/pages/experts.md, with the speed of layers."""
+    return _with(text, "layers", experts.of_models())
+
+
 def trainings(text: str) -> str:
     """Returns the text of docs/pages/ecosystem.md, with the table of trainings."""
     return _with(text, "trainings", ecosystem.trainings())
@@ -112,6 +119,7 @@ def results() -> str:
         speed.activations(),
         training.pretraining(),
         training.meshes(),
+        fidelity.fidelity(),
         training.finetuning(),
         training.finetuning_real(),
         training.finetuning_large(),

@@ -220,22 +220,29 @@ def finetuning_real() -> str:
 def finetuning_large() -> str:
     """Returns the section on fine-tuning an 8B shape on one GPU."""
     name = "finetune_large"
-    results = load("finetune_real", name)
-    rows = results["rows"]
+    results, of_all = (load("finetune_real", n) for n in (name, f"{name}_all"))
+    rows = [*of_all["rows"], *results["rows"]]
     text = (
-        f"**Adapters on Llama-3-8B's shape** (`{name}`): made-up weights, "
-        f"{_millions(rows[0]['parameters'])} parameters of adapters, one sequence of "
-        f"{rows[0]['seq_len']:,} tokens a step, {rows[0]['steps']} steps on one "
-        f"{results['device']['name']}. The frozen weights of `coat` and `coat_max` are "
-        "in FP8, a byte a number."
+        f"**Fine-tuning Llama-3-8B's shape** (`{name}`): made-up weights, one sequence "
+        f"of {rows[0]['seq_len']:,} tokens a step, {rows[0]['steps']} steps on one "
+        f"{results['device']['name']}. All {rows[0]['parameters'] / 1e9:.1f}B "
+        "parameters in `coat`, with the optimizer inside backward and an interruption "
+        f"half way; and adapters of {_millions(rows[-1]['parameters'])} parameters, "
+        "for which `coat` and `coat_max` keep the frozen weights in FP8, a byte a "
+        "number."
     )
     columns = (
-        Column("", lambda row: row["training"].removeprefix("adapters-"), "`{}`"),
+        Column("", _what_is_trained),
         Column("tokens/s", "tokens_per_s", "{:,.0f}"),
         Column("peak, GiB", lambda row: row["device_peak_bytes"] / 2**30, "{:.1f}"),
         Column("validation loss", "val_loss", "{:.3f}"),
     )
     return section(text, markdown(columns, rows))
+
+
+def _what_is_trained(row: Mapping[str, Any]) -> str:
+    part, recipe = row["training"].split("-")
+    return f"{part}, `{recipe}`"
 
 
 def _answers(

@@ -71,6 +71,21 @@ def test_variants_are_compared_with_their_own_reference():
         variants.chosen("coat,coat")
 
 
+def test_a_table_has_a_column_for_each_part_of_shared_steps():
+    def results(shared, runs):
+        rows = [_run(name, seed, loss) for name, seed, loss in runs]
+        return {"settings": {"shared": shared}, "summary": summary.differences(rows)}
+
+    first = [("bf16", 0, 1.0), ("coat", 0, 1.01), ("bf16", 1, 2.0), ("coat", 1, 2.06)]
+    files = [results(0.1, first), results(0.7, [*first, ("te", 0, 1.05)])]
+    te, coat_row = summary.by_shared(files)
+    assert (te["variant"], te["after 10%"]) == ("te", None)
+    assert te["after 70%"] == "+5.000 ± nan"
+    # Student's t is 12.706 for two seeds, and the deviation is the root of two.
+    assert coat_row["after 10%"] == coat_row["after 70%, in BF16"] == "+2.000 ± 12.706"
+    assert coat_row["what differs"] == "the recipe coat"
+
+
 def _rounded(x, dtype, largest, axis=None):
     """Rounds float64 numbers with scales of powers of two, or of BF16 along an axis."""
     amax = np.abs(x).max(axis=axis, keepdims=True)

@@ -71,7 +71,8 @@ class Operands:
       w_for_dx: Weights in `dx = dy @ w`.
       dy_for_dw: Gradients in `dw = dy.T @ x`.
       x_for_dw: Activations in `dw = dy.T @ x`.
-      only: The matmuls whose operands are rounded; None means those of all weights.
+      only: The weight with which a matmul must be to have rounded operands; None means
+        every weight.
     """
 
     x: Grid | None = None

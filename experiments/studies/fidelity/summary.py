@@ -131,6 +131,39 @@ def lines(summary: Sequence[Row]) -> list[dict[str, Any]]:
     return list(by_variant.values())
 
 
+def by_shared(files: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each variant of the last file, with differences in percent.
+
+    Args:
+      files: The contents of results files, by the part of the steps that variants share
+        with their reference.
+
+    Returns:
+      Rows with the variant, what differs, and by "after 10%" and so on the averaged
+      weights' difference with its interval, as text. The last entry is of the same
+      weights in a forward pass in BF16. Where a file has no trainings it is None.
+    """
+    losses = {
+        f"after {results['settings']['shared']:.0%}": {
+            line["variant"]: line for line in lines(results["summary"])
+        }
+        for results in files
+    }
+    last = list(losses)[-1]
+
+    def text(line: Row | None, loss: str) -> str | None:
+        if line is None:
+            return None
+        return f"{line[f'{loss}_percent']:+.3f} ± {line[f'{loss}_percent_half']:.3f}"
+
+    return [
+        {"variant": name, "what differs": VARIANTS[name].about}
+        | {title: text(of.get(name), "average_own") for title, of in losses.items()}
+        | {f"{last}, in BF16": text(line, "average_in_bf16")}
+        for name, line in losses[last].items()
+    ]
+
+
 def table(summary: Sequence[Row], title: str, unit: str) -> Table:
     """Returns the differences in "percent" or "nats" as a table for a terminal."""
     return tables.table(title, columns(unit), lines(summary))

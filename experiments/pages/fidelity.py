@@ -1,0 +1,36 @@
+"""The section on what each step of the FP8 recipes costs in loss."""
+
+from experiments.common.results import load
+from experiments.common.tables import Column, markdown
+from experiments.pages.sections import markdown_image, section
+from experiments.studies.fidelity.summary import by_shared
+
+_NAMES = [f"fidelity_text_10m_after_{shared}" for shared in (10, 30, 70)]
+
+
+def fidelity() -> str:
+    """Returns the section."""
+    files = [load("fidelity", name) for name in _NAMES]
+    rows, last = by_shared(files), files[-1]
+    setup = last["settings"]
+    shape = setup["shape"]
+    tokens = setup["steps"] * setup["batch_size"] * setup["seq_len"]
+    text = (
+        f"**What each step costs in loss** (`fidelity`): a model of {shape['layers']} "
+        f"layers of {shape['hidden']}, {setup['steps']:,} steps on "
+        f"{tokens / 1e6:.0f}M bytes of source code, a learning rate that falls to "
+        f"zero, {last['test_tokens'] / 1e6:.1f}M bytes to test on, on one "
+        f"{last['device']['name']}. Percent above `bf16`, with 95% intervals over "
+        "seeds, for averaged weights. Trainings that differ in one bit end as far "
+        "apart as trainings of other seeds (`again`), if the bit differs early. So "
+        "variants go on from `bf16`'s state after a part of the steps, and their "
+        "difference is what the rest of the steps costs. The last column has the same "
+        "weights in a forward pass in BF16."
+    )
+    titles = [title for title in rows[0] if title != "variant"]
+    columns = (
+        Column("", "variant", "`{}`"),
+        *(Column(title, title) for title in titles),
+    )
+    picture = markdown_image("Differences by variant", "fidelity", _NAMES[-1])
+    return section(text, markdown(columns, rows), picture)
