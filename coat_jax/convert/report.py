@@ -64,7 +64,9 @@ def _cells(row: Matmul) -> tuple[str, str, str, str]:
     return row.block or "(all)", row.parameter or "-", f"{lhs} x {rhs}", runs
 
 
-def fp8_report(model: Callable | nn.Module, *args: Any, **kwargs: Any) -> MatmulReport:
+def fp8_report(
+    model: Callable[..., Any] | nn.Module, *args: Any, **kwargs: Any
+) -> MatmulReport:
     """Lists the matmuls of the blocks that `coat.fp8` has converted, and those it left.
 
     The call is traced and nothing is computed. A matmul that stays as it is has a

@@ -26,7 +26,7 @@ def value_and_update(
     max_norm: float | None = None,
     skip_not_finite: bool = False,
     return_norms: bool = False,
-) -> Callable[..., tuple]:
+) -> Callable[..., tuple[Any, ...]]:
     """Computes a loss and the optimizer's step, which runs inside the backward pass.
 
     It takes the place of `jax.value_and_grad` followed by the optimizer. Each parameter

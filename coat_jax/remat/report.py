@@ -68,7 +68,9 @@ class MemoryReport:
         return "\n".join(f"{name:15} {value / 2**20:12.3f} MiB" for name, value in rows)
 
 
-def residual_report(fn: Callable, *args: Any, **kwargs: Any) -> ResidualReport:
+def residual_report(
+    fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> ResidualReport:
     """Lists the arrays that `jax.vjp(fn, *args)` saves for the backward pass.
 
     `fn` is traced and nothing is computed. An array that is saved twice is listed once.
@@ -151,7 +153,7 @@ def check_callable(name: str, fn: Any) -> None:
         raise TypeError(f"{name} takes a function, got {fn!r}")
 
 
-def memory_report(fn: Callable, *args: Any, **kwargs: Any) -> MemoryReport:
+def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryReport:
     """Compiles `fn` with its backward pass and reports the bytes of both.
 
     Args:

@@ -66,7 +66,7 @@ _made: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
 _traces = itertools.count()
 
 
-def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Lists the implementations of this package that `fn(*args, **kwargs)` runs.
 
     Nothing is computed: `fn` is traced, even if it was traced before. A call that a
