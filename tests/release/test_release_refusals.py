@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.marks import slow
 from helpers.released import (
     SCANNED,
     SGD,
@@ -191,26 +192,28 @@ def test_norms_are_those_of_the_gradients_and_clip_as_optax(stacked, limit):
 
 
 @functools.cache
-def skipping(max_norm, **options):
+def skipping(max_norm, stacked, **options):
     """Returns a step of a loss that a root of a parameter is added to."""
+    form = SCANNED if stacked else UNROLLED
 
     def loss(params, tokens):
         root = jnp.sqrt(params["unread"][0, 0]).astype(jnp.float32)
-        return SCANNED(params, tokens) + root
+        return form(params, tokens) + root
 
     tx = optax.adamw(1e-2)
     return jax.jit(coat.value_and_update(loss, tx, max_norm=max_norm, **options))
 
 
+@pytest.mark.parametrize("stacked", [True, slow(False)])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_steps_that_are_not_finite_or_above_a_loss_change_no_bit(max_norm):
-    params = parameters(stacked=True)
+def test_steps_that_are_not_finite_or_above_a_loss_change_no_bit(max_norm, stacked):
+    params = parameters(stacked=stacked)
     params["unread"] = jnp.abs(params["unread"])
     state = optax.adamw(1e-2).init(params)
-    step = skipping(max_norm, skip_not_finite=True)
+    step = skipping(max_norm, stacked, skip_not_finite=True)
     above = jnp.float32(100.0)
     value, *new = step(params, state, tokens(), max_loss=above)
-    _, *expected = skipping(max_norm)(params, state, tokens())
+    _, *expected = skipping(max_norm, stacked)(params, state, tokens())
     assert_same_tree_bits(new, expected)
     _, *same = step(params, state, tokens(), max_loss=value * 0.99)
     assert_same_tree_bits(same, [params, state])

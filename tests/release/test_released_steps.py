@@ -13,6 +13,7 @@ from helpers.released import (
     SCANNED,
     SGD,
     after,
+    assert_same_tree_bits,
     assert_step_is_plain,
     assert_steps_equal,
     layer,
@@ -226,16 +227,27 @@ def test_a_single_layer_and_no_layers_parameters():
     assert_steps_equal(frozen, SGD, params, tokens())
 
 
-def test_auxiliary_data_comes_back():
+def test_auxiliary_data_comes_back_with_the_ordinary_step():
     def loss(params, tokens):
-        return SCANNED(params, tokens), {"tokens": tokens.size}
+        value = SCANNED(params, tokens)
+        return value, {"twice": 2 * value, "first": tokens[0], "count": tokens.size}
 
-    step = coat.value_and_update(loss, SGD, has_aux=True)
+    @jax.jit
+    def expected(params, state, tokens):
+        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, tokens)
+        updates, state = SGD.update(grads, state, params)
+        return (value, aux), optax.apply_updates(params, updates), state
+
     params = parameters(stacked=True)
-    (value, aux), new, _ = jax.eval_shape(step, params, SGD.init(params), tokens())
-    assert (value.shape, value.dtype) == ((), jnp.float32)
-    assert jax.tree.structure(new) == jax.tree.structure(params)
-    assert aux.keys() == {"tokens"}
+    arguments = params, SGD.init(params), tokens()
+    step = jax.jit(coat.value_and_update(loss, SGD, has_aux=True))
+    (value, aux), *new = step(*arguments)
+    (expected_value, expected_aux), *expected_new = expected(*arguments)
+    assert aux.keys() == expected_aux.keys()
+    assert aux["twice"] == 2 * value == 2 * expected_value
+    np.testing.assert_array_equal(aux["first"], tokens()[0])
+    assert aux["count"] == tokens().size
+    assert_same_tree_bits(new, expected_new)
 
 
 def test_an_nnx_optimizer_steps_by_its_documented_lines():
