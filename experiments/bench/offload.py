@@ -1,0 +1,157 @@
+"""Time and bytes of layers with a policy that offloads activations to the host.
+
+    uv run python -m experiments.bench.offload
+
+The layers are a Llama of plain Flax in a scan, wrapped with `jax.checkpoint` in BF16,
+and with `coat.fp8_remat` and FP8 matmuls. The policy lets the results of all matmuls
+wait in the host's memory, and computes all else again. Forward and backward are timed
+in turns, next to the same layers with a policy that keeps these results on the device.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from rich.console import Console
+
+import coat_jax as coat
+from experiments.common import tables
+from experiments.common.foreign_layers import made
+from experiments.common.layer_cases import Shape, normal, random_params
+from experiments.common.programs import new_parser
+from experiments.common.results import Bar, default_path, write_results
+from experiments.common.tables import Column
+from experiments.common.timing import OPTIONS, add_turns, in_turns, turns_of
+
+Row = dict[str, Any]
+_POLICIES = {
+    True: jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    ),
+    False: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+# The wrapper of a layer and its matmul, by case.
+CASES: dict[str, tuple[Callable, Callable | None]] = {
+    "bf16": (jax.checkpoint, None),
+    "coat": (coat.fp8_remat, coat.fp8_dot_general),
+}
+_BYTES, _TIME = 0.57, 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    top = new_parser("experiments.bench.offload", __doc__)
+    add = top.add_argument
+    add("--layers", type=int, default=8)
+    add("--hidden", type=int, default=4096)
+    add("--seq", type=int, default=2048)
+    add("--batch", type=int, default=4)
+    add("--intermediate", type=int, default=14_336)
+    add("--kv-heads", type=int, default=8)
+    add("--head-dim", type=int, default=128)
+    add_turns(top)
+    add("--out", default=default_path("bench_offload"))
+    args = top.parse_args(argv)
+    sizes = "hidden", "seq", "batch", "intermediate", "kv_heads", "head_dim"
+    shape = Shape(**{name: getattr(args, name) for name in sizes})
+    rows = measured(shape, args.layers, **turns_of(args))
+    write_results(args.out, rows=rows, bars=bars(rows))
+    Console(width=110).print(table(rows), tables.bars(bars(rows)))
+
+
+def measured(shape: Shape, layers: int, **options: float) -> list[Row]:
+    """Times all cases in turns, with and without offloading.
+
+    Args:
+      shape: The shape of a layer.
+      layers: The number of layers.
+      options: The options of `in_turns`.
+
+    Returns:
+      A row for each case: whether it offloads, milliseconds of forward and backward,
+      bytes on the host between them, and bytes that the program takes on the device
+      beyond its arguments and results.
+    """
+    x, dy = normal(0, shape.input()), 1e-3 * normal(1, shape.input())
+    rows, calls = [], []
+    for case, offloads, run, params in programs(shape, layers):
+        step = jax.jit(partial(_step, run)).lower(params, x, dy).compile(OPTIONS)
+        calls.append(partial(step, random_params(params), x, dy))
+        rows.append(
+            {"case": case, "offloads": offloads, "layers": layers}
+            | {"host_bytes": host_bytes(run, params, x)}
+            | {"temporary_bytes": step.memory_analysis().temp_size_in_bytes}
+        )
+    for row, seconds in zip(rows, in_turns(calls, **options), strict=True):
+        row["ms"] = 1e3 * seconds
+    return rows
+
+
+def programs(
+    shape: Shape, layers: int
+) -> Iterator[tuple[str, bool, Callable[..., jax.Array], Any]]:
+    """Yields each case, whether it offloads, its function, and shapes of parameters."""
+    for case, (wrap, dot_general) in CASES.items():
+        graph, params = made("llama", shape, dot_general)
+        params = jax.tree.map(partial(_stacked, layers), params)
+
+        def layer(params, x, graph=graph):
+            return nnx.merge(graph, params)(x)
+
+        for offloads, policy in _POLICIES.items():
+            yield case, offloads, partial(_run, wrap(layer, policy=policy)), params
+
+
+def _stacked(layers: int, p: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((layers, *p.shape), p.dtype)
+
+
+def _run(layer: Callable, params: Any, x: jax.Array) -> jax.Array:
+    """Computes a stack of layers."""
+    return lax.scan(lambda x, p: (layer(p, x), None), x, params)[0]
+
+
+def _step(run: Callable, params: Any, x: jax.Array, dy: jax.Array) -> Any:
+    """Computes the layers, and the gradients of their parameters and input."""
+    y, vjp = jax.vjp(run, params, x)
+    return y, vjp(dy)
+
+
+def host_bytes(run: Callable, params: Any, x: jax.Array) -> int:
+    """Returns the bytes that wait on the host between forward and backward."""
+    program = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(run, *args)[1]))
+    saved = program(params, x).out_avals
+    on_host = [a for a in saved if a.memory_space == jax.memory.Space.Host]
+    return sum(a.size * jnp.dtype(a.dtype).itemsize for a in on_host)
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """Returns the targets of `coat` next to `bf16` where both offload."""
+    at = {row["case"]: row for row in rows if row["offloads"]}
+    host, time = (at["coat"][key] / at["bf16"][key] for key in ("host_bytes", "ms"))
+    targets = [Bar.of("bytes on the host / bf16's", "<=", _BYTES, host)]
+    if jax.default_backend() == "gpu":
+        targets.append(Bar.of("time / bf16's", "<=", _TIME, time))
+    return targets
+
+
+def table(rows: Sequence[Row]) -> Any:
+    """Returns the rows as a table."""
+    columns = (
+        Column("", "case"),
+        Column("offloads", lambda row: "yes" if row["offloads"] else "no"),
+        Column("forward, backward, ms", "ms", "{:.2f}"),
+        Column("on the host, MiB", lambda row: row["host_bytes"] / 2**20, "{:,.0f}"),
+        Column(
+            "temporaries, MiB", lambda row: row["temporary_bytes"] / 2**20, "{:,.0f}"
+        ),
+    )
+    return tables.table("Layers whose activations wait on the host", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
