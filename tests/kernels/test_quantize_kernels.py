@@ -132,8 +132,9 @@ def test_rows_with_known_scales_saturate(implementation, shape):
 
 
 def test_scales_of_rows_are_checked():
-    with pytest.raises(ValueError, match=r"scale must have the shape \(2, 128\)"):
-        pk.quantize_rows(jnp.ones((2, 128, 64)), jnp.ones((2, 64)))
+    for scale in (jnp.ones((2, 64)), 2.0, [1.0, 2.0]):
+        with pytest.raises(ValueError, match=r"scale must have the shape \(2, 128\)"):
+            pk.quantize_rows(jnp.ones((2, 128, 64)), scale)
 
 
 def test_scales_of_columns_are_checked():
@@ -141,6 +142,7 @@ def test_scales_of_columns_are_checked():
     for scale, message in (
         (jnp.ones((2, 128)), r"scale must have the shape \(2, 64\)"),
         (jnp.ones((2, 64), BF16), "bfloat16"),
+        (2.0, r"scale must have the shape \(2, 64\)"),
     ):
         with pytest.raises(ValueError, match=message):
             pk.quantize_columns(x, scale)

@@ -126,3 +126,15 @@ def test_the_best_experts_are_chosen_each_once():
         expected = np.argsort(-scores, axis=1, stable=True)[:, :6]
         np.testing.assert_array_equal(ids[:, :6], expected)
         assert (ids[:, 6] == 32).all()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFC00000, 0xFFFFFFFF])
+def test_experts_are_chosen_once_among_scores_that_are_not_numbers(bits):
+    """No expert is chosen twice: rows that travel between devices rely on it."""
+    nan = np.array(bits, np.uint32).view(np.float32)
+    logits = np.asarray(normal(0, 5, 8)).copy()
+    logits[0], logits[1, ::2], logits[2, 5] = nan, nan, nan
+    experts = Experts(num_experts=8, top_k=6, scores="sigmoid")
+    for bias in (jnp.zeros(8), jnp.asarray(logits[1])):
+        ids = jax.jit(chosen_experts, static_argnums=1)(logits, experts, bias)
+        assert all(len(set(row)) == 6 for row in np.asarray(ids).tolist())

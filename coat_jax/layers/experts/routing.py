@@ -315,12 +315,14 @@ def _largest(
     XLA sorts whole rows for `top_k`, which takes longer on GPUs.
     """
     bits = lax.bitcast_convert_type(scores, jnp.int32)
-    # Integers in the order of the numbers. No number has the least one.
-    order = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
+    # Integers in the order of the numbers, all above the one of those that are taken.
+    # The two least ones stand for NaN alike, which no order tells apart.
+    least = jnp.iinfo(jnp.int32).min
+    order = jnp.maximum(bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF)), least + 1)
     at, ids = jnp.arange(scores.shape[1], dtype=jnp.int32), []
     for _ in range(count):
         ids.append(jnp.argmax(order, axis=1).astype(jnp.int32))
-        order = jnp.where(at == ids[-1][:, None], jnp.iinfo(jnp.int32).min, order)
+        order = jnp.where(at == ids[-1][:, None], least, order)
     return jnp.stack(ids, axis=1)
 
 

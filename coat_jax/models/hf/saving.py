@@ -27,6 +27,8 @@ from coat_jax.models.hf.layout import Parameter, parameters
 from coat_jax.models.llama import Llama
 from coat_jax.models.lora import is_adapted
 
+_INCOMPLETE = ".incomplete"  # The end of a folder's name while it is written.
+
 # The most bytes of a file, unless one tensor has more; the default of transformers.
 FILE_BYTES = 5_000_000_000
 
@@ -39,20 +41,21 @@ def save(
     Tensors have the dtypes of the parameters and the same bits. A model from `load`
     keeps the other keys of its config.json, its tokenizer's files and its generation
     settings, which are read from the folder that it came from. The folder appears when
-    all of it is written. Of several processes the first one writes, and all must call.
+    all of it is written; in one that exists config.json appears last. Of several
+    processes the first one writes, and all must call.
 
     Args:
       model: The model.
       path: The path of the folder, which must not exist or be empty, or of a link to
-        it. It may not be a mount point.
+        it.
       format: None for parameters as they are; "fp8-block" for E4M3 codes with scales of
         128 x 128 blocks, and "fp8-channel" with scales of rows in the layout of
         compressed-tensors. Embeddings, the head, norms and biases are not quantized.
 
     Raises:
-      ValueError: If `format` is unknown, the folder is not empty or a mount point, a
-        matrix to quantize is not finite, the model has adapters, or no architecture of
-        Hugging Face has the model's configuration.
+      ValueError: If `format` is unknown, the folder is not empty, a matrix to quantize
+        is not finite, the model has adapters, or no architecture of Hugging Face has
+        the model's configuration.
 
     Examples:
       >>> import pathlib, tempfile
@@ -70,13 +73,11 @@ def save(
     fp8.check_format(format)
     if is_adapted(model):
         raise ValueError("a model with adapters is saved as the sum of lora.merged")
-    target = Path(path).resolve()  # A link's folder is replaced, and not the link.
-    if target.is_mount():
-        raise ValueError(
-            f"the folder to save to must not be a mount point, got {path}; name a "
-            "folder in it"
-        )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    # A link to nothing gets the folder that it names.
+    target = Path(os.path.realpath(path) if os.path.islink(path) else path)
+    if target.is_symlink():
+        raise ValueError(f"the folder to save to is a link to itself, got {path}")
+    if target.exists() and not (target.is_dir() and _is_empty(target)):
         raise ValueError(f"the folder to save to must be empty, got {path}")
     origin = json.loads(model.origin.config) if model.origin is not None else {}
     params = _params(model)
@@ -107,11 +108,22 @@ def _unquantized(model: Llama) -> list[str]:
     return [name.removesuffix(".weight") for name in names]
 
 
+def _is_empty(folder: Path) -> bool:
+    """Returns whether a folder has nothing but what an interrupted call has left."""
+    return all(path.name == _INCOMPLETE for path in folder.iterdir())
+
+
 def _write(
     target: Path, values: dict[str, Any], tensors: "list[_Tensor]", origin: Any
 ) -> None:
-    """Writes a folder, which gets its name when all files are in it."""
-    incomplete = target.with_name(f"{target.name}.incomplete")
+    """Writes a folder, which gets its name when all files are in it.
+
+    A folder that exists stays, since it may be a mount point or the current folder. It
+    gets its files when all are written, and config.json last.
+    """
+    exists = target.exists()
+    name = _INCOMPLETE if exists else f"{target.name}{_INCOMPLETE}"
+    incomplete = target / name if exists else target.with_name(name)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
     _write_tensors(incomplete, tensors)
@@ -119,7 +131,12 @@ def _write(
         for name, content in passed_files(Path(origin.path)):
             (incomplete / name).write_bytes(content)
     _write_json(incomplete / CONFIG, values)
-    incomplete.replace(target)
+    if not exists:
+        incomplete.replace(target)
+        return
+    for file in sorted(incomplete.iterdir(), key=lambda file: file.name == CONFIG):
+        file.replace(target / file.name)
+    incomplete.rmdir()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,8 +66,8 @@ def run(
     Tiles must have the height `tuning.tile_m`.
 
     Returns:
-      The result, and the amax of each row of each listed tile, float32 [tiles, tiles
-      along n, tile_m], or None if it is not wanted.
+      The result, and the amax of each row of each listed tile, float32 [k], rounded
+      like the result; or None if it is not wanted.
     """
     (rows, k), (groups, n, _) = a.shape, b.shape
     columns = -(-n // tuning.span[1])
@@ -87,6 +87,7 @@ def run(
         # Tiles after the last one are not computed.
         is_tile = jnp.arange(len(maxima)) < tiles.totals[0]
         maxima = jnp.where(is_tile[:, None, None], maxima, 0)
+        maxima = matmul_kernel.stored_maxima(product, maxima)
     return y, maxima
 
 

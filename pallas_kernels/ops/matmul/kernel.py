@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import devices
 from pallas_kernels.mosaic import core as mosaic
@@ -257,8 +257,11 @@ def launch(
         return run(product, *arrays, tuning, devices.multiprocessors())
 
     out, largest = kernel(*arrays, more)
-    if largest is not None:
-        largest = largest.reshape(-1)
-        if product.out_dtype == jnp.bfloat16:
-            largest = lax.reduce_precision(largest, 8, 7)
-    return out, largest
+    return out, None if largest is None else stored_maxima(product, largest)
+
+
+def stored_maxima(product: Product, largest: Float[Array, "..."]) -> Float[Array, " k"]:
+    """Returns amaxes of sums as amaxes of the result, which is rounded."""
+    if product.out_dtype == jnp.bfloat16:
+        largest = lax.reduce_precision(largest, 8, 7)
+    return largest.reshape(-1)

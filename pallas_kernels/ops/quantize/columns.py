@@ -46,7 +46,10 @@ def quantize_columns(
     Args:
       x: Matrices, bfloat16 or float32.
       scale: The scale of each column, float32, with which codes are `x * (1 / scale)`,
-        rounded to nearest even and saturated; None for amax / code_max.
+        rounded to nearest even and saturated; None for amax / code_max. The reciprocal
+        is correctly rounded for scales of 8 significant bits, and has an error in the
+        last bit for some others. Codes are NaN where the scale or its reciprocal is not
+        a normal number.
       dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
       implementation: The implementation; None means the kernel where it can run.
 
@@ -69,6 +72,7 @@ def quantize_columns(
     if x.ndim != 3:
         raise ValueError(f"x must be [count, k, n], got {x.shape}")
     if scale is not None:
+        scale = jnp.asarray(scale)
         check_dtype("scale", scale.dtype, (jnp.dtype(jnp.float32),))
         check_shape("scale", scale, (len(x), x.shape[2]))
     operation = _QuantizeColumns(dtype=jnp.dtype(dtype))

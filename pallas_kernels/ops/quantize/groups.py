@@ -129,7 +129,10 @@ def quantize_rows(
     Args:
       x: The array to quantize, bfloat16 or float32. All axes but the last are tokens.
       scale: The scale of each token, float32, with which codes are `x * (1 / scale)`,
-        rounded to nearest even and saturated; None for amax / code_max.
+        rounded to nearest even and saturated; None for amax / code_max. The reciprocal
+        is correctly rounded for scales of 8 significant bits, and has an error in the
+        last bit for some others. Codes are NaN where the scale or its reciprocal is not
+        a normal number.
       dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
       after: An array that must be computed before the kernel runs. It is not read.
       implementation: The implementation; None means the kernel where it can run.
@@ -151,6 +154,7 @@ def quantize_rows(
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
     if scale is not None:
+        scale = jnp.asarray(scale)
         check_dtype("scale", scale.dtype, (jnp.dtype(jnp.float32),))
         check_shape("scale", scale, x.shape[:-1])
     operation = _QuantizeRows(dtype=jnp.dtype(dtype), tuning=tuning)

@@ -356,23 +356,33 @@ def test_unknown_formats_are_refused(tmp_path, format):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_link_to_an_empty_folder_is_saved_to(tmp_path):
+def test_an_empty_folder_stays_and_gets_the_files(tmp_path, monkeypatch):
+    """It may be a mount point, the current folder, or what a link leads to."""
     model = hf.load(write_folder(tmp_path / "new", "llama"))
-    disk, link = tmp_path / "disk", tmp_path / "link"
-    (disk / "out").mkdir(parents=True)
-    link.symlink_to(disk / "out")
-    hf.save(model, link)
-    assert link.is_symlink()
-    assert (disk / "out" / "config.json").exists()
-    hf.load(link)
+    folder, link, lost = (tmp_path / name for name in ("out", "link", "lost"))
+    (folder / ".incomplete").mkdir(parents=True)
+    (folder / ".incomplete" / "model.safetensors").write_text("interrupted")
+    folder.chmod(0o2770)
+    before = folder.stat()
+    monkeypatch.chdir(folder)
+    hf.save(model, ".")
+    after = folder.stat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    names = sorted(os.listdir("."))
+    assert names == ["config.json", "model.safetensors"]
+    hf.load(".")
 
-
-def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    model = hf.load(write_folder(tmp_path / "new", "llama"))
-    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
-    with pytest.raises(ValueError, match=r"must not be a mount point, got .*disk"):
-        hf.save(model, tmp_path / "disk")
-    assert not (tmp_path / "disk.incomplete").exists()
+    (tmp_path / "disk").mkdir()
+    link.symlink_to(tmp_path / "disk")
+    lost.symlink_to(tmp_path / "unmade" / "deep")
+    for path in (link, lost):
+        hf.save(model, path)
+        assert path.is_symlink()
+        assert sorted(os.listdir(path)) == names
+    lost.unlink()
+    lost.symlink_to(lost)
+    with pytest.raises(ValueError, match=r"is a link to itself, got .*lost"):
+        hf.save(model, lost)
 
 
 def test_saving_does_not_overwrite(tmp_path):
