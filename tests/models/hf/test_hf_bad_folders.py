@@ -357,7 +357,7 @@ def test_unknown_formats_are_refused(tmp_path, format):
 
 
 def test_an_empty_folder_stays_and_gets_the_files(tmp_path, monkeypatch):
-    """It may be a mount point, the current folder, or what a link leads to."""
+    """Mount points, the current folder and folders of links cannot be replaced."""
     model = hf.load(write_folder(tmp_path / "new", "llama"))
     folder, link, lost = (tmp_path / name for name in ("out", "link", "lost"))
     (folder / ".incomplete").mkdir(parents=True)
