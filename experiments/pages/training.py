@@ -82,6 +82,19 @@ def pretraining() -> str:
         "All trainings of both, and the 95% interval of the mean:",
         markdown(columns, all_gaps().items()),
         *_scales_of_blocks(),
+        _main_job(),
+    )
+
+
+def _main_job() -> str:
+    """Returns a text on the main job with its defaults."""
+    name = "pretrain_cpu_compared"
+    results = load("pretrain", name)
+    gaps = comparison.gaps(results["rows"], "val_loss")["coat"]
+    return (
+        f"The main job with its defaults (`{name}`), {_size(results)}, on "
+        f"{results['device']['name']}: over {len(gaps)} seeds `coat` ends "
+        f"{comparison.interval(gaps)}% above `bf16`."
     )
 
 
@@ -106,7 +119,7 @@ def _tokens(results: Mapping[str, Any]) -> int:
 
 
 def _millions(count: int) -> str:
-    return f"{count / 1e6:.0f}M"
+    return f"{count / 1e6:.{0 if count > 1e7 else 1}f}M"
 
 
 def _size(results: Mapping[str, Any]) -> str:

@@ -57,6 +57,7 @@ _SUMMARY, _MEASURED = "summary.json", "compared.json"
 _QUESTIONS = 500
 # Largest mean gap of the validation loss to bf16's, percent, by preset and recipe.
 _TARGETS = {
+    "cpu": {"coat": 0.6},
     "124m": {"coat": 0.5, "coat_max": 1.0},
     "300m": {"coat": 0.3, "coat_max": 0.6},
     "moe-300m": {"coat": 0.5},
