@@ -43,7 +43,13 @@ from experiments.common.foreign_layers import (
     made,
 )
 from experiments.common.layer_cases import CASES as LAYER_CASES
-from experiments.common.layer_cases import Shape, layer, normal, random_params
+from experiments.common.layer_cases import (
+    Shape,
+    layer,
+    normal,
+    random_params,
+    shape_of,
+)
 from experiments.common.programs import new_parser, rows_to_join
 from experiments.common.results import (
     Bar,
@@ -106,8 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv`, this process's by default."""
     top = parser()
     args = top.parse_args(argv)
-    sizes = [field.name for field in dataclasses.fields(Shape)]
-    shape = Shape(**{name: getattr(args, name) for name in sizes})
+    shape = shape_of(args)
     earlier = rows_to_join(top, args.out)
     options = turns_of(args)
     rows = [row for row in earlier if row["layer"] not in args.layers]

@@ -10,6 +10,7 @@ in turns, next to the same layers with a policy that keeps these results on the 
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,9 +20,10 @@ from jax import lax
 from rich.console import Console
 
 import coat_jax as coat
+from experiments.bench.foreign import forward_backward
 from experiments.common import tables
 from experiments.common.foreign_layers import made
-from experiments.common.layer_cases import Shape, normal, random_params
+from experiments.common.layer_cases import Shape, normal, random_params, shape_of
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import Column
@@ -54,11 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--kv-heads", type=int, default=8)
     add("--head-dim", type=int, default=128)
     add_turns(top)
-    add("--out", default=default_path("bench_offload"))
+    add("--out", type=Path, default=default_path("bench_offload"))
     args = top.parse_args(argv)
-    sizes = "hidden", "seq", "batch", "intermediate", "kv_heads", "head_dim"
-    shape = Shape(**{name: getattr(args, name) for name in sizes})
-    rows = measured(shape, args.layers, **turns_of(args))
+    rows = measured(shape_of(args), args.layers, **turns_of(args))
     write_results(args.out, rows=rows, bars=bars(rows))
     Console(width=110).print(table(rows), tables.bars(bars(rows)))
 
@@ -79,8 +79,9 @@ def measured(shape: Shape, layers: int, **options: float) -> list[Row]:
     x, dy = normal(0, shape.input()), 1e-3 * normal(1, shape.input())
     rows, calls = [], []
     for case, offloads, run, params in programs(shape, layers):
-        step = jax.jit(partial(_step, run)).lower(params, x, dy).compile(OPTIONS)
-        calls.append(partial(step, random_params(params), x, dy))
+        step = jax.jit(partial(forward_backward, run))
+        step = step.lower(params, dy, x).compile(OPTIONS)
+        calls.append(partial(step, random_params(params), dy, x))
         rows.append(
             {"case": case, "offloads": offloads, "layers": layers}
             | {"host_bytes": host_bytes(run, params, x)}
@@ -113,12 +114,6 @@ def _stacked(layers: int, p: Any) -> jax.ShapeDtypeStruct:
 def _run(layer: Callable, params: Any, x: jax.Array) -> jax.Array:
     """Computes a stack of layers."""
     return lax.scan(lambda x, p: (layer(p, x), None), x, params)[0]
-
-
-def _step(run: Callable, params: Any, x: jax.Array, dy: jax.Array) -> Any:
-    """Computes the layers, and the gradients of their parameters and input."""
-    y, vjp = jax.vjp(run, params, x)
-    return y, vjp(dy)
 
 
 def host_bytes(run: Callable, params: Any, x: jax.Array) -> int:

@@ -14,7 +14,6 @@ case runs in a process of its own, because the peak of memory is the process's.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import json
@@ -34,7 +33,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import coat_jax as coat
 from experiments.common.foreign_layers import Modules, Qwen
-from experiments.common.layer_cases import Shape
+from experiments.common.layer_cases import shape_of
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import grouped
@@ -190,8 +189,7 @@ class _Model(nnx.Module):
     """A language model of plain Flax."""
 
     def __init__(self, args: argparse.Namespace, wrap: Callable, rngs: nnx.Rngs):
-        fields = dataclasses.fields(Shape)
-        shape = Shape(**{field.name: getattr(args, field.name) for field in fields})
+        shape = shape_of(args)
         make = Modules(None, rngs)
         in_bf16 = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
         self.embed = nnx.Embed(args.vocab, args.hidden, **in_bf16, rngs=rngs)

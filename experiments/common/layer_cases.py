@@ -4,6 +4,7 @@ A case has a recipe and a wrapper of the layer. A shape has the sizes of the lay
 of its input. `bench_layer` times single layers, `bench_e2e` whole models.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -123,6 +124,12 @@ class Shape:
         """Returns the abstract input, the residual stream in BF16."""
         shape = self.batch, self.seq, self.hidden
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def shape_of(args: argparse.Namespace) -> Shape:
+    """Returns the shape that a command line gives by flags of all its sizes."""
+    fields = dataclasses.fields(Shape)
+    return Shape(**{field.name: getattr(args, field.name) for field in fields})
 
 
 def llama_intermediate(hidden: int) -> int:
