@@ -24,9 +24,16 @@ from coat_jax.programs.primitives import (
 )
 from coat_jax.remat.shapes import MIN_STATISTIC, why_not_fp8
 from coat_jax.remat.trace import Linearized
+from pallas_kernels.dispatch import placement
 
 # Operations besides loops and branches that contain a part of the program.
 _PARTS = frozenset({"remat2", "shard_map"})
+# Matmuls, and what computes their codes: backward may read these next to the scales of
+# the exact arrays.
+_WITHOUT_STATISTICS = frozenset(
+    {"matmul", "maxima", "tensor_scales"}
+    | {f"quantize_{kind}" for kind in ("columns", "rows", "tensor")}
+)
 
 
 class Kernel(NamedTuple):
@@ -214,7 +221,9 @@ def _from_kernels(
 
 
 def _is_one(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a kernel, and not a part of the program."""
+    """Returns whether an operation is a kernel that may have such a statistic."""
+    if placement.operation_of(eqn.params) in _WITHOUT_STATISTICS:
+        return False
     return is_foreign(eqn.primitive) and eqn.primitive.name not in _PARTS
 
 

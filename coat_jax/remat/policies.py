@@ -19,12 +19,15 @@ from coat_jax.programs.primitives import (
 )
 from coat_jax.remat.trace import Linearized, linearize
 from pallas_kernels import versions
+from pallas_kernels.dispatch import placement
 
 Policy = Callable[..., Any]
 
 _CHECKPOINT = "remat2"  # The name of `jax.checkpoint` in programs.
 # Batched matmuls that contract at most this many elements count as attention scores.
 _LARGEST_HEAD = 256
+# Operations of `pallas_kernels` that are shown to policies as matmuls.
+_MATMULS = frozenset({"matmul", "matmul_heads"})
 
 
 def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> bool:
@@ -140,9 +143,9 @@ def _saving_maxima(policy: Policy | None) -> Policy | None:
         # Maxima compare the bits of numbers, and there are few of them.
         if primitive.name == "reduce_max" and types[0].dtype == jnp.uint32:
             return True
-        if getattr(params.get("launch"), "name", None) == "maxima":
+        if placement.operation_of(params) == "maxima":
             return True
-        return policy(_of_users(primitive), *types, **params)
+        return _asked(policy, primitive, *types, **params)
 
     return decide
 
@@ -152,15 +155,33 @@ def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:
     if policy is None:
         return False
     types = [v.aval for v in eqn.invars]
-    return _leaves_device(policy(_of_users(eqn.primitive), *types, **eqn.params))
+    return _leaves_device(_asked(policy, eqn.primitive, *types, **eqn.params))
 
 
-def _of_users(primitive: core.Primitive) -> core.Primitive:
-    """Returns the primitive that a user's policy knows.
+def _asked(
+    policy: Policy, primitive: core.Primitive, *types: Any, **params: Any
+) -> Any:
+    """Returns a policy's decision for an operation, in terms that users know.
 
-    This is `gather` for the operation that `coat_jax.fusion.gathers` puts in its place.
+    Kernels of matmuls are shown to it as `dot_general`, with a transposed second
+    operand, and what `coat_jax.fusion.gathers` puts in place of `gather` as `gather`.
     """
-    return lax.gather_p if primitive is rows_p else primitive
+    if primitive is rows_p:
+        return policy(lax.gather_p, *types, **params)
+    if placement.operation_of(params) not in _MATMULS:
+        return policy(primitive, *types, **params)
+    # The axis that is summed over is the last one of both, or in parts the last two.
+    depth = types[0].shape[-1]
+    lhs, rhs = (t.update(shape=(t.size // depth, depth)) for t in types[:2])
+    return policy(
+        lax.dot_general_p,
+        lhs,
+        rhs,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        precision=None,
+        preferred_element_type=None,
+        out_sharding=None,
+    )
 
 
 def _offloads_in_bodies(policy: Policy, program: core.Jaxpr) -> bool:

@@ -26,6 +26,7 @@ from coat_jax.programs.primitives import (
 )
 from coat_jax.quantization import array, formats
 from coat_jax.remat.notes import Note
+from pallas_kernels.dispatch import placement
 
 # Files of stack frames that show how an operation was traced, not which user code it
 # is.
@@ -272,10 +273,8 @@ def _gradients(vjp: Callable, out: Any, cotangents: Iterable[Any]) -> list[Any]:
 
 
 def _name(eqn: core.JaxprEqn) -> str:
-    if launch := eqn.params.get("launch"):  # A kernel of `pallas_kernels`.
-        return launch.name
     name = eqn.params.get("name") if is_kernel(eqn) else None
-    return name or eqn.primitive.name
+    return placement.operation_of(eqn.params) or name or eqn.primitive.name
 
 
 def _place(path: Sequence[core.JaxprEqn]) -> str | None:

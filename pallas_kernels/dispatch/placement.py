@@ -10,7 +10,7 @@ says nothing about that.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -165,6 +165,18 @@ def _part(
 def _rule(call: Call, mesh: Mesh, operands: Any, results: Any) -> tuple:
     del mesh, operands, results  # The names of the axes say it all.
     return call.rule()
+
+
+def operation_of(params: Mapping[str, Any]) -> str | None:
+    """Returns the name of the operation of this package that a primitive runs, or None.
+
+    Args:
+      params: The parameters of the primitive in a program.
+    """
+    if launch := params.get("launch"):
+        return launch.name
+    call, *_ = params.get("static_args") or (None,)
+    return call.operation.name if isinstance(call, Call) else None
 
 
 @functools.partial(custom_partitioning, static_argnums=(0,))

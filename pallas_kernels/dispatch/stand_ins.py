@@ -8,7 +8,7 @@ traced program, with the shapes of its results and nothing inside.
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -37,6 +37,12 @@ def _new(name: str) -> core.Primitive:
     return primitive
 
 
+class _Launch(NamedTuple):
+    """The name of an operation, where programs that run have its kernel, too."""
+
+    name: str
+
+
 KERNEL = _new("coat_kernel")
 # Policies of `jax.checkpoint` find JAX's own flash attention by these names.
 _ATTENTION = _new("dot_product_attention_fwd")
@@ -47,7 +53,9 @@ def kernel(name: str, definition: Callable, *arrays: Any) -> Any:
     """Returns tracers with the shapes and dtypes of `definition(*arrays)`."""
     out = jax.eval_shape(definition, *arrays)
     leaves, tree = jax.tree.flatten(out)
-    results = KERNEL.bind(*jax.tree.leaves(arrays), results=_types(*leaves), name=name)
+    results = KERNEL.bind(
+        *jax.tree.leaves(arrays), results=_types(*leaves), launch=_Launch(name)
+    )
     return tree.unflatten(results)
 
 

@@ -12,13 +12,18 @@ from flax import nnx
 from helpers.gradients import FP8, assert_close
 from helpers.models import normal
 from helpers.sharded import COLLECTIVES, as_kernels
+from helpers.versions import needs_kernels
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import coat_jax as coat
 from coat_jax.remat.api import fp8_remat
+from experiments.bench.compile_case import for_hopper
+from pallas_kernels.dispatch import operations
 
 pytestmark = pytest.mark.distributed
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+BF16 = jnp.bfloat16
 # An MLP with hidden columns sharded along "model", and rows along "data".
 SPECS = {"up": P(None, "model"), "down": P("model", None), "x": P("data", None)}
 
@@ -196,3 +201,29 @@ def test_groups_that_a_mesh_cuts(spec):
         light, plain = gradient(fp8_remat(fn), scale, x), gradient(fn, scale, x)
         assert light.sharding == plain.sharding
         assert_close(light, plain, 0.1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_policies_know_matmuls_on_meshes(axis_type):
+    """On GPUs each is a kernel in an operation that devices split."""
+    mesh, seen = mesh_of(axis_type), set()
+
+    def policy(primitive, *types, **params):
+        if primitive is jax.lax.dot_general_p:
+            seen.add(tuple(t.shape for t in types))
+        return False
+
+    def function(w, x):
+        return jnp.sin(coat.fp8_dot_general(x, w, (((2,), (0,)), ((), ()))))
+
+    def gradients(*arrays):
+        return jax.vjp(fp8_remat(function, policy=policy), *arrays)[0]
+
+    w, x = (
+        jax.ShapeDtypeStruct(shape, BF16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((1024, 2048), P()), ((8, 512, 1024), P("data")))
+    )
+    with jax.set_mesh(mesh), operations.traced_anew(), for_hopper():
+        jax.eval_shape(gradients, w, x)
+    assert seen == {((8 * 512, 1024), (2048, 1024))}

@@ -1,0 +1,78 @@
+"""Tests that policies know the kernels of FP8 matmuls as matmuls."""
+
+import jax
+import pytest
+from flax import nnx
+from helpers.gradients import FP8, saved
+from helpers.versions import needs_kernels
+
+import coat_jax as coat
+from experiments.bench.compile_case import for_hopper
+from experiments.common.foreign_layers import made
+from experiments.common.layer_cases import Shape
+from pallas_kernels.dispatch import operations, stand_ins
+
+pytestmark = needs_kernels
+
+ROWS = 4 * 512
+SHAPE = Shape(
+    hidden=1024, seq=512, batch=4, intermediate=2048, kv_heads=8, head_dim=128
+)
+GRAPH, PARAMS = made("llama", SHAPE, coat.fp8_dot_general)
+
+
+def layer(params, x):
+    return nnx.merge(GRAPH, params)(x)
+
+
+def fp8_sizes(**options):
+    """Returns the sizes of the saved codes, if kernels are chosen as on a GPU."""
+    with operations.traced_anew(), stand_ins.for_hopper():
+        residuals = saved(coat.fp8_remat(layer, **options), PARAMS, SHAPE.input())
+    return sorted(r.nbytes for r in residuals if r.dtype in FP8)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        jax.checkpoint_policies.dots_saveable,
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    ],
+    ids=["dots", "products", "offloaded"],
+)
+def test_policies_of_jax_select_the_kernels_of_matmuls(policy):
+    # Queries and the sum after the projection, keys and values, gate and up. Attention
+    # is no kernel here, and scores have batch axes.
+    sizes = sorted(ROWS * n for n in (1024, 1024, 1024, 1024, 2048, 2048))
+    if policy is jax.checkpoint_policies.dots_saveable:
+        sizes = sorted([*sizes, 4 * 8 * 512 * 512, ROWS * 1024])
+    assert fp8_sizes(policy=policy) == sizes
+
+
+@pytest.mark.parametrize("hopper", [stand_ins.for_hopper, for_hopper])
+def test_a_policy_sees_what_a_matmul_multiplies(hopper):
+    seen = set()
+
+    def policy(primitive, *types, **params):
+        if primitive is jax.lax.dot_general_p:
+            seen.add((*(t.shape for t in types), params["dimension_numbers"]))
+        return False
+
+    with operations.traced_anew(), hopper():
+        saved(coat.fp8_remat(layer, policy=policy), PARAMS, SHAPE.input())
+    rows = ((1,), (1,)), ((), ())
+    of_rows = {tuple(shapes) for *shapes, dims in seen if dims == rows}
+    assert of_rows == {
+        ((ROWS, 1024), (1024, 1024)),
+        ((ROWS, 1024), (2048, 1024)),
+        ((ROWS, 2048), (1024, 2048)),
+    }
+
+
+def test_what_matmuls_read_is_copied():
+    """A scale of the exact array next to its copy makes no statistic of a kernel."""
+    # The inputs of both norms; queries, keys and values; scores; attention's output;
+    # gate and up.
+    sizes = [ROWS * 1024] * 6 + [4 * 8 * 512 * 512] + [ROWS * 2048] * 2
+    assert fp8_sizes() == sorted(sizes)
