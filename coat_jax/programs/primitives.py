@@ -16,7 +16,7 @@ from jax.experimental.hijax import AbstractRef
 from jax.extend import core
 
 from pallas_kernels import versions
-from pallas_kernels.dispatch import array_types
+from pallas_kernels.dispatch import array_types, placement
 
 Operand = core.Var | core.Literal
 
@@ -196,9 +196,12 @@ def bodies_of(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
 def is_kernel(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation is a kernel: a program on memory references.
 
-    A partitioned operation is one, too. It contains only its definition.
+    A partitioned operation is one, too. It contains only its definition. So is what
+    contains one operation of `pallas_kernels`, as for `vmap`.
     """
     if eqn.primitive.name == "custom_partitioning" or eqn.primitive in CLOSED:
+        return True
+    if placement.operation_of(eqn.params):
         return True
     return eqn.primitive.name != "run_state" and any(
         isinstance(var.aval, AbstractRef)

@@ -10,14 +10,16 @@ says nothing about that.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import versions
 from pallas_kernels.dispatch import views
 from pallas_kernels.dispatch.array_types import mesh_of
 from pallas_kernels.dispatch.parts import Call, leaves_of, shaped
@@ -176,7 +178,24 @@ def operation_of(params: Mapping[str, Any]) -> str | None:
     if launch := params.get("launch"):
         return launch.name
     call, *_ = params.get("static_args") or (None,)
-    return call.operation.name if isinstance(call, Call) else None
+    if isinstance(call, Call):
+        return call.operation.name
+    # `custom_vmap` has a call and a rule. It is around all operations.
+    bodies = (
+        versions.bodies_in_params(params) if {"call", "rule"} <= params.keys() else []
+    )
+    names = {name for body in bodies for name in _operations_in(body)}
+    return names.pop() if len(names) == 1 else None
+
+
+def _operations_in(program: core.Jaxpr) -> Iterator[str]:
+    """Yields the names of the operations of this package in a program."""
+    for eqn in program.eqns:
+        if name := operation_of(eqn.params):
+            yield name
+        else:
+            for body in versions.bodies_in_params(eqn.params):
+                yield from _operations_in(body)
 
 
 @functools.partial(custom_partitioning, static_argnums=(0,))

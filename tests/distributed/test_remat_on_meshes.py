@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.gradients import FP8, assert_close
+from helpers.gradients import FP8, assert_close, saved
 from helpers.models import normal
 from helpers.sharded import COLLECTIVES, as_kernels
 from helpers.versions import needs_kernels
@@ -210,20 +210,20 @@ def test_policies_know_matmuls_on_meshes(axis_type):
     mesh, seen = mesh_of(axis_type), set()
 
     def policy(primitive, *types, **params):
-        if primitive is jax.lax.dot_general_p:
+        is_matmul = primitive is jax.lax.dot_general_p
+        if is_matmul:
             seen.add(tuple(t.shape for t in types))
-        return False
+        return is_matmul
 
     def function(w, x):
         return jnp.sin(coat.fp8_dot_general(x, w, (((2,), (0,)), ((), ()))))
-
-    def gradients(*arrays):
-        return jax.vjp(fp8_remat(function, policy=policy), *arrays)[0]
 
     w, x = (
         jax.ShapeDtypeStruct(shape, BF16, sharding=NamedSharding(mesh, spec))
         for shape, spec in (((1024, 2048), P()), ((8, 512, 1024), P("data")))
     )
     with jax.set_mesh(mesh), operations.traced_anew(), for_hopper():
-        jax.eval_shape(gradients, w, x)
+        residuals = saved(fp8_remat(function, policy=policy), w, x)
     assert seen == {((8 * 512, 1024), (2048, 1024))}
+    sizes = [r.nbytes for r in residuals if r.dtype in FP8]
+    assert sorted(sizes) == [8 * 512 * 1024, 8 * 512 * 2048]
