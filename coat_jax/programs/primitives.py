@@ -100,6 +100,7 @@ def _entries() -> Iterator[tuple[str, Entry]]:
 
 
 TABLE = dict(_entries())
+_OF_CODES = frozenset(f"quantize_{kind}" for kind in ("columns", "rows", "tensor"))
 # Operations of our own that count as one, whatever they contain.
 CLOSED: set[core.Primitive] = set()
 # Values pass through these unchanged, but for their places and their dtypes.
@@ -149,7 +150,16 @@ def is_foreign(primitive: core.Primitive) -> bool:
 def does_work(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation is costly or stateful, so never repeated."""
     is_never = kind_of(eqn) in (Kind.MATMUL, Kind.STATEFUL)
-    return is_never or eqn.primitive.name == "while" or is_foreign(eqn.primitive)
+    is_costly = is_foreign(eqn.primitive) and not makes_codes(eqn)
+    return is_never or eqn.primitive.name == "while" or is_costly
+
+
+def makes_codes(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is a kernel that computes codes.
+
+    It reads its operand once, as what XLA would compute in its place.
+    """
+    return placement.operation_of(eqn.params) in _OF_CODES
 
 
 def is_stateful(eqn: core.JaxprEqn) -> bool:

@@ -28,12 +28,6 @@ from pallas_kernels.dispatch import placement
 
 # Operations besides loops and branches that contain a part of the program.
 _PARTS = frozenset({"remat2", "shard_map"})
-# Matmuls, and what computes their codes: backward may read these next to the scales of
-# the exact arrays.
-_WITHOUT_STATISTICS = frozenset(
-    {"matmul", "maxima", "tensor_scales"}
-    | {f"quantize_{kind}" for kind in ("columns", "rows", "tensor")}
-)
 
 
 class Kernel(NamedTuple):
@@ -124,7 +118,7 @@ class Kernels:
         return {var for var in few if self.places[var] in read}
 
     def with_statistics(self, copied: Container[core.Var]) -> Iterator[Kernel]:
-        """Yields the kernels that have copies for operands.
+        """Yields the kernels with copies for operands that have to be exact.
 
         Their statistics, of any size, are not copied, and a kernel of backward reads
         them together with the operands. With a policy, backward may compute the
@@ -136,6 +130,8 @@ class Kernels:
         places = self.places
         statistics = {v: m for v, m in self._in_float32().items() if v not in copied}
         for statistic, (kernel, _) in statistics.items():
+            if not _needs_exact(kernel):
+                continue
             read = frozenset().union(
                 *(read for read in self.read_together if places[statistic] in read)
             )
@@ -221,10 +217,17 @@ def _from_kernels(
 
 
 def _is_one(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a kernel that may have such a statistic."""
-    if placement.operation_of(eqn.params) in _WITHOUT_STATISTICS:
-        return False
+    """Returns whether an operation is a kernel, and not a part of the program."""
     return is_foreign(eqn.primitive) and eqn.primitive.name not in _PARTS
+
+
+def _needs_exact(kernel: core.JaxprEqn) -> bool:
+    """Returns whether copies of a kernel's operands do not fit its statistics.
+
+    Of our own kernels that is attention. Others scale codes, or normalize rows, where a
+    copy with the scale of the exact array is as near as any.
+    """
+    return placement.operation_of(kernel.params) in (None, "attention")
 
 
 def _largest(kernel: core.JaxprEqn) -> int:

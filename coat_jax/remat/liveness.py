@@ -28,7 +28,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.programs.primitives import Kind, bodies_of, does_work, kind_of
+from coat_jax.programs.primitives import (
+    Kind,
+    bodies_of,
+    does_work,
+    kind_of,
+    makes_codes,
+)
 from coat_jax.remat.trace import Linearized, linearize
 from pallas_kernels.dispatch import operations, stand_ins
 
@@ -237,7 +243,7 @@ class _Program:
                 self._view(eqn)
             elif kind is Kind.REDUCTION:
                 self._write(eqn, self._sources(eqn))
-            elif kind is Kind.WRITE or does_work(eqn):
+            elif kind is Kind.WRITE or does_work(eqn) or makes_codes(eqn):
                 self._write(eqn, frozenset(map(self.written, eqn.invars)))
                 if name == "dot_general":
                     self._products.add(self.written(eqn.outvars[0]))

@@ -134,15 +134,25 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     of_kernels = kernels.statistics()
     offloaded = _offloaded(program, residuals, options.policy)
     on_host = {i for i, v in enumerate(residuals) if _is_on_host(v.aval)}
+    # The codes of a weight follow from it and their scale.
+    numbers = {
+        v
+        for i, v in enumerate(residuals)
+        if isinstance(v, core.Var)
+        and size_of(v.aval) == 1
+        and i not in offloaded | on_host
+    }
+    taking, is_taken = _taking(program, numbers), [*is_param, *[True] * len(numbers)]
     ways: list[Any] = []
     for index, residual in enumerate(residuals):
         var = residual if isinstance(residual, core.Var) else None
+        source, is_given = (program, is_param) if var in numbers else (taking, is_taken)
         if var in params:
             ways.append(params[var])
         elif (
             var not in computed
             and index not in offloaded | on_host
-            and _is_cheap(_restricted(program, [residual]), is_param)
+            and _is_cheap(_restricted(source, [residual]), is_given)
         ):
             ways.append("recompute")
         elif var in statistics:
@@ -176,7 +186,8 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     extras = _derive(residuals, ways, derivation, options, may_copy)
     sources = {v: i for i, v in enumerate(residuals) if _is_source(ways[i])}
     sources |= {extra.var: len(ways) + i for i, extra in enumerate(extras)}
-    recomputation, used = _restricted(program, _recomputed(residuals, ways), sources)
+    outputs = _recomputed(residuals, ways)
+    recomputation, used = _restricted(_taking(program, sources), outputs)
 
     def recompute(args, saved):
         inputs = *args, *(saved[i] for i in sources.values())
@@ -284,25 +295,24 @@ def _offloaded(
 
 
 def _restricted(
-    program: core.Jaxpr,
-    outputs: Sequence[core.Var | core.Literal],
-    inputs: Iterable[core.Var] = (),
+    program: core.Jaxpr, outputs: Sequence[core.Var | core.Literal]
 ) -> tuple[core.Jaxpr, list[bool]]:
-    """Returns the part of a program that computes `outputs`, and which inputs it uses.
-
-    The inputs are the inputs of the program, followed by the variables in `inputs`.
-    """
-    names = {var: core.Var(var.aval) for var in inputs}
-    eqns = program.eqns
-    if names:
-        eqns = [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in eqns]
+    """Returns the part that computes `outputs`, and which inputs it uses."""
     restricted = program.replace(
-        invars=[*program.invars, *names.values()],
-        outvars=renamed(outputs, names),
-        eqns=eqns,
-        debug_info=program.debug_info.with_unknown_names(),
+        outvars=outputs, debug_info=program.debug_info.with_unknown_names()
     )
     return pe.dce_jaxpr(restricted, [True] * len(outputs))
+
+
+def _taking(program: core.Jaxpr, inputs: Iterable[core.Var]) -> core.Jaxpr:
+    """Returns a program that takes variables of it as further inputs."""
+    names = {var: core.Var(var.aval) for var in inputs}
+    return program.replace(
+        invars=[*program.invars, *names.values()],
+        outvars=renamed(program.outvars, names),
+        eqns=[eqn.replace(invars=renamed(eqn.invars, names)) for eqn in program.eqns],
+        debug_info=program.debug_info.with_unknown_names(),
+    )
 
 
 def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
@@ -337,12 +347,12 @@ def _statistics(program: core.Jaxpr) -> set[core.Var]:
 
 
 def _is_cheap(
-    restricted: tuple[core.Jaxpr, list[bool]], is_param: Sequence[bool]
+    restricted: tuple[core.Jaxpr, list[bool]], is_given: Sequence[bool]
 ) -> bool:
-    """Returns whether a program reads only parameters and does no costly work."""
+    """Returns whether a program reads only given arrays and does no costly work."""
     program, used = restricted
-    from_params = all(p for p, u in zip(is_param, used, strict=True) if u)
-    return from_params and not any(map(does_work, all_eqns(program.eqns)))
+    from_given = all(g for g, u in zip(is_given, used, strict=True) if u)
+    return from_given and not any(map(does_work, all_eqns(program.eqns)))
 
 
 def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:

@@ -139,7 +139,7 @@ def _saving_maxima(policy: Policy | None) -> Policy | None:
     if policy in (None, jax.checkpoint_policies.nothing_saveable):
         return policy
 
-    def decide(primitive: core.Primitive, *types: Any, **params: Any) -> Any:
+    def decide(primitive: core.Primitive, /, *types: Any, **params: Any) -> Any:
         # Maxima compare the bits of numbers, and there are few of them.
         if primitive.name == "reduce_max" and types[0].dtype == jnp.uint32:
             return True
@@ -159,7 +159,7 @@ def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:
 
 
 def _asked(
-    policy: Policy, primitive: core.Primitive, *types: Any, **params: Any
+    policy: Policy, primitive: core.Primitive, /, *types: Any, **params: Any
 ) -> Any:
     """Returns a policy's decision for an operation, in terms that users know.
 

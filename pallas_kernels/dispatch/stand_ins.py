@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
+from jax.interpreters import batching
 
 # True while kernels are traced as stand-ins.
 active: contextvars.ContextVar[bool] = contextvars.ContextVar("active", default=False)
@@ -34,6 +35,18 @@ def _new(name: str) -> core.Primitive:
     primitive = core.Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *operands, results, **_: list(results))
+
+    def mapped(operands, axes, results, **params):
+        (size,) = {
+            x.shape[axis]
+            for x, axis in zip(operands, axes, strict=True)
+            if axis is not None
+        }
+        results = tuple(t.update(shape=(size, *t.shape)) for t in results)
+        out = primitive.bind(*operands, results=results, **params)
+        return out, [0] * len(out)
+
+    batching.primitive_batchers[primitive] = mapped
     return primitive
 
 

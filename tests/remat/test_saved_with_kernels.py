@@ -1,15 +1,20 @@
-"""Tests that policies know the kernels of FP8 matmuls as matmuls."""
+"""Tests of what is saved where matmuls are kernels: as much as where XLA runs them."""
+
+import contextlib
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
-from helpers.gradients import FP8, saved
+from helpers.gradients import FP8, saved, saved_bytes
+from helpers.marks import slow
 from helpers.versions import needs_kernels
 
 import coat_jax as coat
 from experiments.bench.compile_case import for_hopper
 from experiments.common.foreign_layers import made
 from experiments.common.layer_cases import Shape
+from experiments.rewrites import blocks, grammar, judge, programs
 from pallas_kernels.dispatch import operations, stand_ins
 
 pytestmark = needs_kernels
@@ -49,9 +54,9 @@ def hopper(request):
     ids=["dots", "products", "offloaded"],
 )
 def test_policies_of_jax_select_the_kernels_of_matmuls(policy, hopper):
-    # Queries and the sum after the projection, keys and values, gate and up. Attention
-    # is no kernel here, and scores have batch axes.
-    sizes = sorted(ROWS * n for n in (1024, 1024, 1024, 1024, 2048, 2048))
+    # The input, queries, keys, values, the sum after the projection, gate and up.
+    # Attention is no kernel here, and scores have batch axes.
+    sizes = sorted(ROWS * n for n in (1024, 1024, 1024, 1024, 1024, 2048, 2048))
     if policy is jax.checkpoint_policies.dots_saveable:
         sizes = sorted([*sizes, 4 * 8 * 512 * 512, ROWS * 1024])
     assert fp8_sizes(hopper, policy=policy) == sizes
@@ -82,3 +87,37 @@ def test_what_matmuls_read_is_copied(hopper):
     # gate and up.
     sizes = [ROWS * 1024] * 6 + [4 * 8 * 512 * 512] + [ROWS * 2048] * 2
     assert fp8_sizes(hopper) == sorted(sizes)
+
+
+@pytest.fixture
+def wide_programs(monkeypatch):
+    """Random programs of sizes for which kernels are chosen."""
+    for module in (blocks, grammar, programs):
+        monkeypatch.setattr(module, "WIDTH", 1024)
+    monkeypatch.setattr(programs, "_SHAPES", [(2048, 1024), (4, 512, 1024)])
+
+
+# Weights come first in 0, and random keys, other groups, policies and loops in others.
+@pytest.mark.parametrize(
+    "seed", [0, 6, 27, 100, *(slow(seed) for seed in range(101, 200))]
+)
+def test_random_programs_save_as_much_with_kernels(seed, wide_programs):
+    program = programs.random_program(seed)
+    shapes = {
+        name: (shape, jnp.float32 if name.startswith("scale") else jnp.bfloat16)
+        for name, shape in program.shapes.items()
+    }
+    params = {name: jax.ShapeDtypeStruct(*of) for name, of in shapes.items()}
+    x = jax.ShapeDtypeStruct(program.shape, jnp.bfloat16)
+    numbers = jnp.zeros(program.shape[:-1], jnp.int32)
+
+    def function(params, x):
+        return judge.light(program)(params, x, numbers)
+
+    sizes = []
+    for context in (contextlib.nullcontext, for_hopper, stand_ins.for_hopper):
+        with operations.traced_anew(), context():
+            sizes.append(saved_bytes(saved(function, params, x)))
+    in_jax, *with_kernels = sizes
+    # Scales of weights are saved with kernels, and computed again in JAX.
+    assert max(with_kernels) <= in_jax + 100 * 4
