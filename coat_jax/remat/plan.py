@@ -135,13 +135,9 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     offloaded = _offloaded(program, residuals, options.policy)
     on_host = {i for i, v in enumerate(residuals) if _is_on_host(v.aval)}
     # The codes of a weight follow from it and their scale.
-    numbers = {
-        v
-        for i, v in enumerate(residuals)
-        if isinstance(v, core.Var)
-        and size_of(v.aval) == 1
-        and i not in offloaded | on_host
-    }
+    elsewhere = offloaded | on_host
+    here = variables(v for i, v in enumerate(residuals) if i not in elsewhere)
+    numbers = {v for v in here if size_of(v.aval) == 1}
     taking, is_taken = _taking(program, numbers), [*is_param, *[True] * len(numbers)]
     ways: list[Any] = []
     for index, residual in enumerate(residuals):
@@ -151,7 +147,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
             ways.append(params[var])
         elif (
             var not in computed
-            and index not in offloaded | on_host
+            and index not in elsewhere
             and _is_cheap(_restricted(source, [residual]), is_given)
         ):
             ways.append("recompute")
@@ -186,8 +182,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     extras = _derive(residuals, ways, derivation, options, may_copy)
     sources = {v: i for i, v in enumerate(residuals) if _is_source(ways[i])}
     sources |= {extra.var: len(ways) + i for i, extra in enumerate(extras)}
-    outputs = _recomputed(residuals, ways)
-    recomputation, used = _restricted(_taking(program, sources), outputs)
+    recomputation, used = _restricted(program, _recomputed(residuals, ways), sources)
 
     def recompute(args, saved):
         inputs = *args, *(saved[i] for i in sources.values())
@@ -295,18 +290,24 @@ def _offloaded(
 
 
 def _restricted(
-    program: core.Jaxpr, outputs: Sequence[core.Var | core.Literal]
+    program: core.Jaxpr,
+    outputs: Sequence[core.Var | core.Literal],
+    inputs: Iterable[core.Var] = (),
 ) -> tuple[core.Jaxpr, list[bool]]:
-    """Returns the part that computes `outputs`, and which inputs it uses."""
-    restricted = program.replace(
-        outvars=outputs, debug_info=program.debug_info.with_unknown_names()
-    )
-    return pe.dce_jaxpr(restricted, [True] * len(outputs))
+    """Returns the part of a program that computes `outputs`, and which inputs it uses.
+
+    The inputs are the inputs of the program, followed by the variables in `inputs`.
+    """
+    unknown = program.debug_info.with_unknown_names()
+    restricted = program.replace(outvars=outputs, debug_info=unknown)
+    return pe.dce_jaxpr(_taking(restricted, inputs), [True] * len(outputs))
 
 
 def _taking(program: core.Jaxpr, inputs: Iterable[core.Var]) -> core.Jaxpr:
     """Returns a program that takes variables of it as further inputs."""
     names = {var: core.Var(var.aval) for var in inputs}
+    if not names:
+        return program
     return program.replace(
         invars=[*program.invars, *names.values()],
         outvars=renamed(program.outvars, names),

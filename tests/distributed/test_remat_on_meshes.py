@@ -206,7 +206,7 @@ def test_groups_that_a_mesh_cuts(spec):
 @needs_kernels
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 def test_policies_know_matmuls_on_meshes(axis_type):
-    """On GPUs each is a kernel in an operation that devices split."""
+    """Each is a kernel on GPUs, in an operation that devices split."""
     mesh, seen = mesh_of(axis_type), set()
 
     def policy(primitive, *types, **params):
