@@ -128,6 +128,33 @@ def _foreign_cell(layer: tuple[str, dict[str, dict[str, Any]]], case: str) -> st
     return "" if row is None else f"{time_of(row)}, {row['saved_units']:.1f}U"
 
 
+def offloaded() -> str:
+    """Returns the section on layers whose activations wait on the host."""
+    results = load("bench_offload")
+    rows = by_column(results["rows"], "case", "offloads")
+    text = (
+        "**Activations that wait on the host** (`bench_offload`): milliseconds of "
+        f"forward and backward of {results['rows'][0]['layers']} Llama layers of plain "
+        f"Flax in a scan on one {results['device']['name']}, with a policy that "
+        "offloads the results of matmuls, and with one that keeps them on the device; "
+        "what waits on the host, and what the program takes on the device beside its "
+        "arguments."
+    )
+
+    def mib(of: str, offloads: bool) -> Any:
+        return lambda case: rows[case][offloads][of] / 2**20
+
+    columns = (
+        Column("", lambda case: f"`{case}`"),
+        Column("kept, ms", lambda case: rows[case][False]["ms"], "{:.0f}"),
+        Column("device, MiB", mib("temporary_bytes", False), "{:,.0f}"),
+        Column("offloaded, ms", lambda case: rows[case][True]["ms"], "{:.0f}"),
+        Column("device, MiB", mib("temporary_bytes", True), "{:,.0f}"),
+        Column("host, MiB", mib("host_bytes", True), "{:,.0f}"),
+    )
+    return section(text, markdown(columns, rows))
+
+
 def attention() -> str:
     """Returns the section on the kernels of attention."""
     results = load("bench_attention")

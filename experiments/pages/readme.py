@@ -109,6 +109,7 @@ def results() -> str:
         layers.versions(),
         layers.table_6(),
         layers.foreign(),
+        layers.offloaded(),
         layers.attention(),
         layers.compilation(),
         experts.grouped(),
