@@ -118,7 +118,7 @@ class Kernels:
         return {var for var in few if self.places[var] in read}
 
     def with_statistics(self, copied: Container[core.Var]) -> Iterator[Kernel]:
-        """Yields the kernels with copies for operands that have to be exact.
+        """Yields the kernels with copies for operands that should be exact.
 
         Their statistics, of any size, are not copied, and a kernel of backward reads
         them together with the operands. With a policy, backward may compute the
@@ -129,9 +129,8 @@ class Kernels:
         """
         places = self.places
         statistics = {v: m for v, m in self._in_float32().items() if v not in copied}
-        for statistic, (kernel, _) in statistics.items():
-            if not _needs_exact(kernel):
-                continue
+        for statistic, origin in statistics.items():
+            kernel = origin.kernel
             read = frozenset().union(
                 *(read for read in self.read_together if places[statistic] in read)
             )
@@ -140,8 +139,13 @@ class Kernels:
             operands = frozenset(
                 v for v in sources if v in copied and places[v] in read
             )
+            results = self._results(kernel, is_nested)
+            if not _needs_exact(kernel):
+                # Arrays as small as a statistic, such as shifts, are not worth a copy.
+                operands = frozenset(filter(origin.are_few, operands))
+                results = frozenset()
             if operands:
-                yield Kernel(self._results(kernel, is_nested), operands, is_nested)
+                yield Kernel(results, operands, is_nested)
 
     def _results(self, kernel: core.JaxprEqn, is_nested: bool) -> frozenset[core.Var]:
         """Returns the residuals that are results of a kernel."""
