@@ -129,7 +129,7 @@ def _foreign_cell(layer: tuple[str, dict[str, dict[str, Any]]], case: str) -> st
 
 
 def offloaded() -> str:
-    """Returns the section on layers whose activations wait on the host."""
+    """Returns the section on activations that wait on the host."""
     results = load("bench_offload")
     rows = by_column(results["rows"], "case", "offloads")
     text = (
