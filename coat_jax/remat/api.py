@@ -114,8 +114,8 @@ def fp8_remat[Target](
         or close over them.
       policy: A policy of `jax.checkpoint`, which selects the arrays to save; the
         backward pass recomputes the others. By default the arrays that autodiff saves
-        are saved. Then only elementwise arithmetic on saved arrays is recomputed: no
-        matmul, no kernel, no sum over an axis. With
+        are saved. Then only elementwise arithmetic on saved arrays is recomputed, and
+        the codes of weights: no matmul, no other kernel, no sum over an axis. With
         `jax.checkpoint_policies.nothing_saveable` only incoming activations are saved.
         Other policies, also of `jax.checkpoint` within the function, save the
         amax of what FP8 matmuls quantize, so that saved codes keep their scales.

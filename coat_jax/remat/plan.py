@@ -2,15 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import partial_eval as pe
 
-from coat_jax.programs.graph import renamed, written_out
+from coat_jax.programs.graph import renamed, restricted, taking, written_out
 from coat_jax.programs.primitives import (
     all_eqns,
     does_work,
@@ -134,21 +133,24 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     of_kernels = kernels.statistics()
     offloaded = _offloaded(program, residuals, options.policy)
     on_host = {i for i, v in enumerate(residuals) if _is_on_host(v.aval)}
-    # The codes of a weight follow from it and their scale.
     elsewhere = offloaded | on_host
     here = variables(v for i, v in enumerate(residuals) if i not in elsewhere)
+    # The codes of a weight follow from it and their scale.
     numbers = {v for v in here if size_of(v.aval) == 1}
-    taking, is_taken = _taking(program, numbers), [*is_param, *[True] * len(numbers)]
+    of_numbers = taking(program, numbers)
+    is_given = [*is_param, *[True] * len(numbers)]
     ways: list[Any] = []
     for index, residual in enumerate(residuals):
         var = residual if isinstance(residual, core.Var) else None
-        source, is_given = (program, is_param) if var in numbers else (taking, is_taken)
+        known = (program, is_param)
+        if _is_of_codes(residual.aval):
+            known = (of_numbers, is_given)
         if var in params:
             ways.append(params[var])
         elif (
             var not in computed
             and index not in elsewhere
-            and _is_cheap(_restricted(source, [residual]), is_given)
+            and _is_cheap(*known, residual)
         ):
             ways.append("recompute")
         elif var in statistics:
@@ -164,7 +166,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     copied = {v for v, choice in zip(residuals, ways, strict=True) if _is_copy(choice)}
     for kernel in kernels.with_statistics(copied):
         for index, var in enumerate(residuals):
-            if options.rerun_attention and not kernel.is_nested:
+            if options.rerun_attention and kernel.results and not kernel.is_nested:
                 if _is_among(var, kernel.results):
                     derivation.compute(var, kernel.operands)
                     ways[index] = "recompute"
@@ -182,7 +184,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     extras = _derive(residuals, ways, derivation, options, may_copy)
     sources = {v: i for i, v in enumerate(residuals) if _is_source(ways[i])}
     sources |= {extra.var: len(ways) + i for i, extra in enumerate(extras)}
-    recomputation, used = _restricted(program, _recomputed(residuals, ways), sources)
+    recomputation, used = restricted(program, _recomputed(residuals, ways), sources)
 
     def recompute(args, saved):
         inputs = *args, *(saved[i] for i in sources.values())
@@ -206,6 +208,11 @@ def _recomputed(residuals: Sequence[Any], ways: Sequence[Any]) -> list[Any]:
 
 def _is_copy(choice: Any) -> bool:
     return isinstance(choice, Copy)
+
+
+def _is_of_codes(aval: jax.core.ShapedArray) -> bool:
+    is_narrow = jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 1
+    return is_narrow and size_of(aval) > 1
 
 
 def _is_integer(dtype: Any) -> bool:
@@ -289,33 +296,6 @@ def _offloaded(
     return {i for i, var in enumerate(residuals) if _is_among(var, results)}
 
 
-def _restricted(
-    program: core.Jaxpr,
-    outputs: Sequence[core.Var | core.Literal],
-    inputs: Iterable[core.Var] = (),
-) -> tuple[core.Jaxpr, list[bool]]:
-    """Returns the part of a program that computes `outputs`, and which inputs it uses.
-
-    The inputs are the inputs of the program, followed by the variables in `inputs`.
-    """
-    unknown = program.debug_info.with_unknown_names()
-    restricted = program.replace(outvars=outputs, debug_info=unknown)
-    return pe.dce_jaxpr(_taking(restricted, inputs), [True] * len(outputs))
-
-
-def _taking(program: core.Jaxpr, inputs: Iterable[core.Var]) -> core.Jaxpr:
-    """Returns a program that takes variables of it as further inputs."""
-    names = {var: core.Var(var.aval) for var in inputs}
-    if not names:
-        return program
-    return program.replace(
-        invars=[*program.invars, *names.values()],
-        outvars=renamed(program.outvars, names),
-        eqns=[eqn.replace(invars=renamed(eqn.invars, names)) for eqn in program.eqns],
-        debug_info=program.debug_info.with_unknown_names(),
-    )
-
-
 def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
     """Returns the variables that depend on an input that is not a parameter.
 
@@ -348,12 +328,12 @@ def _statistics(program: core.Jaxpr) -> set[core.Var]:
 
 
 def _is_cheap(
-    restricted: tuple[core.Jaxpr, list[bool]], is_given: Sequence[bool]
+    program: core.Jaxpr, is_given: Sequence[bool], residual: core.Var | core.Literal
 ) -> bool:
-    """Returns whether a program reads only given arrays and does no costly work."""
-    program, used = restricted
+    """Returns whether a residual follows from given inputs without costly work."""
+    follows, used = restricted(program, [residual])
     from_given = all(g for g, u in zip(is_given, used, strict=True) if u)
-    return from_given and not any(map(does_work, all_eqns(program.eqns)))
+    return from_given and not any(map(does_work, all_eqns(follows.eqns)))
 
 
 def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:

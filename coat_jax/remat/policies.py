@@ -1,7 +1,7 @@
 """Policies of `jax.checkpoint`, which select the arrays to save for backward."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -168,7 +168,7 @@ def _asked(
     """
     if primitive is rows_p:
         return policy(lax.gather_p, *types, **params)
-    if placement.operation_of(params) not in _MATMULS:
+    if placement.operation_of(params) not in _MATMULS or not _are_rows(types):
         return policy(primitive, *types, **params)
     # The axis that is summed over is the last one of both, or in parts the last two.
     depth = types[0].shape[-1]
@@ -179,8 +179,18 @@ def _asked(
         rhs,
         dimension_numbers=(((1,), (1,)), ((), ())),
         precision=None,
-        preferred_element_type=None,
+        preferred_element_type=jnp.dtype("float32"),
         out_sharding=None,
+    )
+
+
+def _are_rows(types: Sequence[Any]) -> bool:
+    """Returns whether the first two arrays have rows of one length."""
+    return (
+        len(types) >= 2
+        and min(t.ndim for t in types[:2]) >= 2
+        and types[0].shape[-1] > 0
+        and types[1].size % types[0].shape[-1] == 0
     )
 
 

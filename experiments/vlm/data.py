@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt8
+from tqdm import tqdm
 
 from experiments.vlm import pictures, questions, scenes
 from experiments.vlm.questions import KINDS, Question
@@ -144,7 +145,8 @@ def _examples(
     items = list(numbered)
     rng = np.random.default_rng((settings.data_seed, int(pool.is_test)))
     drawn: dict[int, Scene] = dict((index, scene) for index, scene, _ in items)
-    images = [scenes.render(rng, drawn[i], pool) for i in range(len(drawn))]
+    order = tqdm(range(len(drawn)), desc="scenes", unit="scene", disable=None)
+    images = [scenes.render(rng, drawn[i], pool) for i in order]
     questions_asked = [question for _, _, question in items]
     tokens, is_answer = _sequences(questions_asked, source.vocabulary, settings)
     return Examples(

@@ -24,6 +24,12 @@ from pallas_kernels.dispatch import views
 from pallas_kernels.dispatch.array_types import mesh_of
 from pallas_kernels.dispatch.parts import Call, leaves_of, shaped
 
+# Operations that an operation of this package may have around its kernel.
+_VIEWS = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "reshape", "reshard", "squeeze"}
+    | {"transpose"}
+)
+
 
 def on_parts(operation: Any, *arrays: Any) -> Any:
     """Runs an operation on the part of its arrays that each device has.
@@ -44,15 +50,17 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
     @step.def_vmap
     def _(size, mapped, arrays):
         (mapped,) = mapped
-        mapped = tuple(jax.tree.leaves(mapped))
-        operands = leaves_of(arrays, operation.axes(*arrays)[0])
+        outer = _Mapped(operation, tuple(jax.tree.leaves(mapped)))
+        operands = leaves_of(arrays, operation.axes(*outer.ones(arrays))[0])
         if all(
-            x.own for x, is_mapped in zip(operands, mapped, strict=True) if is_mapped
+            x.own
+            for x, is_mapped in zip(operands, outer.mapped, strict=True)
+            if is_mapped
         ):
             # The arrays over which `vmap` maps are not read.
             out = on_parts(operation, *arrays)
             return out, jax.tree.map(lambda _: False, out)
-        out = on_parts(_Mapped(operation, mapped), *arrays)
+        out = on_parts(outer, *arrays)
         return out, jax.tree.map(lambda _: True, out)
 
     return step(arrays)
@@ -86,10 +94,10 @@ class _Mapped:
         return self._vmap(self.operation.reference, arrays)
 
     def obstacle(self, *arrays: Any) -> str | None:
-        return self.operation.obstacle(*self._ones(arrays))
+        return self.operation.obstacle(*self.ones(arrays))
 
     def axes(self, *arrays: Any) -> tuple:
-        examples, name = self._ones(arrays), f"vmap{self.depth}"
+        examples, name = self.ones(arrays), f"vmap{self.depth}"
         operands, results = self.operation.axes(*examples)
         out = jax.eval_shape(self.operation.reference, *examples)
         pairs = zip(leaves_of(arrays, operands), self.mapped, strict=True)
@@ -98,7 +106,7 @@ class _Mapped:
         trees = jax.tree.structure(arrays), jax.tree.structure(out)
         return trees[0].unflatten(operands), trees[1].unflatten(results)
 
-    def _ones(self, arrays: tuple) -> tuple:
+    def ones(self, arrays: tuple) -> tuple:
         """Returns the arrays' shapes without the axis over which `vmap` maps."""
         leaves, tree = jax.tree.flatten(arrays)
         pairs = zip(leaves, self.mapped, strict=True)
@@ -175,27 +183,28 @@ def operation_of(params: Mapping[str, Any]) -> str | None:
     Args:
       params: The parameters of the primitive in a program.
     """
-    if launch := params.get("launch"):
-        return launch.name
-    call, *_ = params.get("static_args") or (None,)
-    if isinstance(call, Call):
-        return call.operation.name
-    # `custom_vmap` has a call and a rule. It is around all operations.
-    bodies = (
-        versions.bodies_in_params(params) if {"call", "rule"} <= params.keys() else []
-    )
-    names = {name for body in bodies for name in _operations_in(body)}
-    return names.pop() if len(names) == 1 else None
+    if name := getattr(params.get("launch"), "name", None):
+        return name
+    match params.get("static_args"):
+        case (Call() as call, *_):
+            return call.operation.name
+    # `custom_vmap`, which has a call and a rule, is around each operation.
+    if not {"call", "rule"} <= params.keys():
+        return None
+    names = [
+        name for body in versions.bodies_in_params(params) for name in _work_of(body)
+    ]
+    return names[0] if len(names) == 1 else None
 
 
-def _operations_in(program: core.Jaxpr) -> Iterator[str]:
-    """Yields the names of the operations of this package in a program."""
+def _work_of(program: core.Jaxpr) -> Iterator[str | None]:
+    """Yields the operations of this package in a program, and None for other work."""
     for eqn in program.eqns:
-        if name := operation_of(eqn.params):
-            yield name
-        else:
+        if eqn.primitive.name == "jit":
             for body in versions.bodies_in_params(eqn.params):
-                yield from _operations_in(body)
+                yield from _work_of(body)
+        elif eqn.primitive.name not in _VIEWS:
+            yield operation_of(eqn.params)
 
 
 @functools.partial(custom_partitioning, static_argnums=(0,))

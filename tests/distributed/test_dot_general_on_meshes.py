@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from helpers.sharded import as_kernels
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
@@ -60,6 +62,27 @@ def test_values_and_types_are_those_of_dot_general(case, jit):
             np.testing.assert_allclose(
                 np.asarray(a), np.asarray(c), rtol=1e-5, atol=1e-5
             )
+
+
+@pytest.mark.internals
+def test_vmap_of_vmap_computes_what_one_device_does(monkeypatch):
+    """A stack of heads of each layer, split over devices as on GPUs."""
+    x = jax.random.normal(jax.random.key(0), (2, 4, 64, 32))
+    w = jax.random.normal(jax.random.key(1), (2, 4, 32, 16))
+
+    @jax.jit
+    def gradients(x, w):
+        dot = jax.vmap(jax.vmap(lambda x, w: coat.fp8_dot_general(x, w, NUMBERS)))
+        return jax.grad(lambda x, w: jnp.sum(jnp.sin(dot(x, w))), (0, 1))(x, w)
+
+    alone = gradients(x, w)
+    as_kernels(monkeypatch)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = jax.device_put(x, NamedSharding(mesh, P(None, None, "x")))
+    with jax.set_mesh(mesh):
+        actual = gradients(placed, jax.device_put(w, NamedSharding(mesh, P())))
+    for a, b in zip(actual, alone, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
 
 
 def _on(mesh, *specs):

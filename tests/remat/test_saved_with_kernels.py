@@ -11,11 +11,12 @@ from helpers.marks import slow
 from helpers.versions import needs_kernels
 
 import coat_jax as coat
+import pallas_kernels as kernels
 from experiments.bench.compile_case import for_hopper
 from experiments.common.foreign_layers import made
 from experiments.common.layer_cases import Shape
 from experiments.rewrites import blocks, grammar, judge, programs
-from pallas_kernels.dispatch import operations, stand_ins
+from pallas_kernels.dispatch import operations, placement, stand_ins
 
 pytestmark = needs_kernels
 
@@ -121,3 +122,36 @@ def test_random_programs_save_as_much_with_kernels(seed, wide_programs):
     in_jax, *with_kernels = sizes
     # Scales of weights are saved with kernels, and computed again in JAX.
     assert max(with_kernels) <= in_jax + 100 * 4
+
+
+def test_a_users_function_with_other_work_is_no_kernel_of_ours(hopper):
+    """A matmul before the codes runs once, and policies see the function as it is."""
+
+    @jax.custom_batching.sequential_vmap
+    def whitened(w):
+        return kernels.quantize_rows(w @ w.T @ w)
+
+    def function(w, x):
+        codes = whitened(jax.lax.stop_gradient(w))
+        return jnp.sin(x @ (codes.codes.astype(x.dtype) * codes.scale[:, None]))
+
+    seen = set()
+
+    def policy(primitive, *types, **params):
+        seen.add(primitive.name)
+        return False
+
+    shapes = (1024, 1024), (512, 1024)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with operations.traced_anew(), hopper():
+        residuals = saved(coat.fp8_remat(function), *args, params=1)
+        saved(coat.fp8_remat(function, policy=policy), *args)
+    assert (1024 * 1024, jnp.dtype(FP8[0])) in {(r.nbytes, r.dtype) for r in residuals}
+    assert "custom_vmap_call" in seen
+
+
+@pytest.mark.parametrize(
+    "params", [{"launch": True}, {"launch": (1, 2)}, {"static_args": 3}, {"call": 0}]
+)
+def test_parameters_of_other_primitives_name_no_operation(params):
+    assert placement.operation_of(params) is None
