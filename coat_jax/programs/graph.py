@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
-from jax.interpreters import partial_eval as pe
 
 from coat_jax.programs.primitives import Operand, is_stateful, variables
 from pallas_kernels import versions
@@ -239,30 +238,3 @@ def _key(eqn: core.JaxprEqn) -> Any:
 
 def _literal(literal: core.Literal) -> tuple:
     return literal.aval, np.asarray(literal.val).tobytes()
-
-
-def restricted(
-    program: core.Jaxpr,
-    outputs: Sequence[core.Var | core.Literal],
-    inputs: Iterable[core.Var] = (),
-) -> tuple[core.Jaxpr, list[bool]]:
-    """Returns the part of a program that computes `outputs`, and which inputs it uses.
-
-    The inputs are the inputs of the program, followed by the variables in `inputs`.
-    """
-    unknown = program.debug_info.with_unknown_names()
-    part = program.replace(outvars=outputs, debug_info=unknown)
-    return pe.dce_jaxpr(taking(part, inputs), [True] * len(outputs))
-
-
-def taking(program: core.Jaxpr, inputs: Iterable[core.Var]) -> core.Jaxpr:
-    """Returns a program that takes variables of it as further inputs."""
-    names = {var: core.Var(var.aval) for var in inputs}
-    if not names:
-        return program
-    return program.replace(
-        invars=[*program.invars, *names.values()],
-        outvars=renamed(program.outvars, names),
-        eqns=[eqn.replace(invars=renamed(eqn.invars, names)) for eqn in program.eqns],
-        debug_info=program.debug_info.with_unknown_names(),
-    )

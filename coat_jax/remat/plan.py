@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.interpreters import partial_eval as pe
 
-from coat_jax.programs.graph import renamed, restricted, taking, written_out
+from coat_jax.programs.graph import renamed, written_out
 from coat_jax.programs.primitives import (
     all_eqns,
     does_work,
@@ -27,6 +28,7 @@ from coat_jax.remat.recompute import Derivation
 from coat_jax.remat.shapes import (
     MIN_STATISTIC,
     group_of_products,
+    is_narrow,
     merged_axes,
     why_not_fp8,
 )
@@ -135,22 +137,20 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     on_host = {i for i, v in enumerate(residuals) if _is_on_host(v.aval)}
     elsewhere = offloaded | on_host
     here = variables(v for i, v in enumerate(residuals) if i not in elsewhere)
-    # The codes of a weight follow from it and their scale.
     numbers = {v for v in here if size_of(v.aval) == 1}
-    of_numbers = taking(program, numbers)
-    is_given = [*is_param, *[True] * len(numbers)]
     ways: list[Any] = []
     for index, residual in enumerate(residuals):
         var = residual if isinstance(residual, core.Var) else None
-        known = (program, is_param)
-        if _is_of_codes(residual.aval):
-            known = (of_numbers, is_given)
+        # The codes of a weight follow from it and their scale.
+        is_code = is_narrow(residual.aval) and var not in numbers
+        given = numbers if is_code else set()
+        is_given = [*is_param, *[True] * len(given)]
         if var in params:
             ways.append(params[var])
         elif (
             var not in computed
             and index not in elsewhere
-            and _is_cheap(*known, residual)
+            and _is_cheap(_restricted(program, [residual], given), is_given)
         ):
             ways.append("recompute")
         elif var in statistics:
@@ -184,7 +184,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     extras = _derive(residuals, ways, derivation, options, may_copy)
     sources = {v: i for i, v in enumerate(residuals) if _is_source(ways[i])}
     sources |= {extra.var: len(ways) + i for i, extra in enumerate(extras)}
-    recomputation, used = restricted(program, _recomputed(residuals, ways), sources)
+    recomputation, used = _restricted(program, _recomputed(residuals, ways), sources)
 
     def recompute(args, saved):
         inputs = *args, *(saved[i] for i in sources.values())
@@ -208,11 +208,6 @@ def _recomputed(residuals: Sequence[Any], ways: Sequence[Any]) -> list[Any]:
 
 def _is_copy(choice: Any) -> bool:
     return isinstance(choice, Copy)
-
-
-def _is_of_codes(aval: jax.core.ShapedArray) -> bool:
-    is_narrow = jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 1
-    return is_narrow and size_of(aval) > 1
 
 
 def _is_integer(dtype: Any) -> bool:
@@ -296,6 +291,28 @@ def _offloaded(
     return {i for i, var in enumerate(residuals) if _is_among(var, results)}
 
 
+def _restricted(
+    program: core.Jaxpr,
+    outputs: Sequence[core.Var | core.Literal],
+    inputs: Iterable[core.Var] = (),
+) -> tuple[core.Jaxpr, list[bool]]:
+    """Returns the part of a program that computes `outputs`, and which inputs it uses.
+
+    The inputs are the inputs of the program, followed by the variables in `inputs`.
+    """
+    names = {var: core.Var(var.aval) for var in inputs}
+    eqns = program.eqns
+    if names:
+        eqns = [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in eqns]
+    restricted = program.replace(
+        invars=[*program.invars, *names.values()],
+        outvars=renamed(outputs, names),
+        eqns=eqns,
+        debug_info=program.debug_info.with_unknown_names(),
+    )
+    return pe.dce_jaxpr(restricted, [True] * len(outputs))
+
+
 def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
     """Returns the variables that depend on an input that is not a parameter.
 
@@ -328,12 +345,12 @@ def _statistics(program: core.Jaxpr) -> set[core.Var]:
 
 
 def _is_cheap(
-    program: core.Jaxpr, is_given: Sequence[bool], residual: core.Var | core.Literal
+    restricted: tuple[core.Jaxpr, list[bool]], is_given: Sequence[bool]
 ) -> bool:
-    """Returns whether a residual follows from given inputs without costly work."""
-    follows, used = restricted(program, [residual])
+    """Returns whether a program reads only given inputs and does no costly work."""
+    program, used = restricted
     from_given = all(g for g, u in zip(is_given, used, strict=True) if u)
-    return from_given and not any(map(does_work, all_eqns(follows.eqns)))
+    return from_given and not any(map(does_work, all_eqns(program.eqns)))
 
 
 def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:

@@ -25,7 +25,7 @@ def why_not_fp8(aval: jax.core.ShapedArray) -> str | None:
     """Returns the reason why an array of this shape and dtype has no copy, or None."""
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return "no floating numbers"
-    if aval.dtype.itemsize == 1:
+    if is_narrow(aval):
         return "8 bits already"
     if aval.dtype.itemsize == 8:
         return "float64, whose range scales do not have"
@@ -36,6 +36,11 @@ def why_not_fp8(aval: jax.core.ShapedArray) -> str | None:
     if _is_short(aval) and not merged_axes(aval):
         return f"rows of less than {_MIN_ROW_BYTES} bytes"
     return None
+
+
+def is_narrow(aval: jax.core.ShapedArray) -> bool:
+    """Returns whether an array has floating numbers of 8 bits, as codes do."""
+    return jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 1
 
 
 def _is_short(aval: jax.core.ShapedArray) -> bool:
