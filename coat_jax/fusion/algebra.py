@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.sharding import NamedSharding
 
@@ -146,8 +147,21 @@ def arguments_of(
 
 
 def is_number(v: core.Var, graph: Graph) -> bool:
-    """Returns whether a variable is a number that was broadcast or cast."""
-    return v in graph.makers and not variables(graph.makers[v].invars)
+    """Returns whether a variable is a number that was broadcast or cast.
+
+    Within `shard_map` numbers are cast to vary over devices, and then to a dtype.
+    """
+    eqn = graph.makers.get(v)
+    if eqn is None:
+        return False
+    operands = variables(eqn.invars)
+    is_moved = eqn.primitive.name in CASTS | _MOVES
+    return not operands or (is_moved and all(is_number(x, graph) for x in operands))
+
+
+def rounded(number: float, dtype: jnp.dtype) -> float:
+    """Returns a number as it is in a dtype."""
+    return float(np.asarray(number, dtype))
 
 
 def before_casts(
@@ -179,7 +193,10 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
     name, (x, *_) = eqn.primitive.name, operands
     if name in _CHOICES:
         return _chosen(name, operands)
-    if eqn.outvars[0].aval.dtype not in DTYPES:
+    dtype = eqn.outvars[0].aval.dtype
+    if name in CASTS and x == _Value(Term(x.term.number)):  # A number, of any dtype.
+        return _Value(Term(rounded(x.term.number, dtype)))
+    if dtype not in DTYPES:
         raise _UnknownError
     if name not in MARKS and _is_placed(eqn):
         raise _UnknownError

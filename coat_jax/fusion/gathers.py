@@ -20,7 +20,14 @@ from jaxtyping import Array, Int, Shaped
 
 from coat_jax.fp8.rows import sums, taken, wide_order
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
-from coat_jax.programs.primitives import Operand, all_eqns, variables
+from coat_jax.programs.primitives import (
+    Kind,
+    Operand,
+    all_eqns,
+    kind_of,
+    variables,
+)
+from pallas_kernels.dispatch import array_types
 
 
 def gathers(
@@ -81,9 +88,12 @@ def _takes_rows(eqn: core.JaxprEqn) -> bool:
 
 
 def _is_placed(eqn: core.JaxprEqn) -> bool:
-    """Returns whether types of arrays tell where on a mesh they are."""
-    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-    return any(not a.sharding.mesh.empty or getattr(a, "vma", None) for a in avals)
+    """Returns whether an operation's arrays may be spread over a mesh.
+
+    Within a `shard_map` over all axes of the mesh they are a device's own.
+    """
+    meshes = [v.aval.sharding.mesh for v in (*eqn.invars, *eqn.outvars)]
+    return not all(mesh.empty or array_types.is_manual(mesh) for mesh in meshes)
 
 
 class _Values(NamedTuple):
@@ -97,6 +107,13 @@ class _Values(NamedTuple):
 
     table: np.ndarray
     order: core.Var | None = None
+
+    @property
+    def is_permutation(self) -> bool:
+        """Whether the array has the numbers of `order` themselves."""
+        return self.order is not None and np.array_equal(
+            self.table, np.arange(self.order.aval.size)
+        )
 
     @classmethod
     def of(
@@ -120,6 +137,8 @@ class _Values(NamedTuple):
     ) -> "_Values | None":
         """Returns the integers that an elementwise operation computes, or None."""
         compute = _OPERATIONS.get(eqn.primitive.name)
+        if kind_of(eqn) is Kind.MARK and len(operands) == 1:
+            compute = _same
         # A reshape with dimensions transposes its operand.
         if compute is None or eqn.params.get("dimensions") is not None:
             return None
@@ -181,12 +200,10 @@ def _is_order(
     if eqn.primitive.name == "iota":
         # In more elements than the type has numbers, numbers repeat.
         return var.aval.size - 1 <= np.iinfo(var.aval.dtype).max
-    place = list(eqn.outvars).index(var)
-    return (
-        eqn.primitive.name in ("sort", "rev")
-        and operands[place] is not None
-        and operands[place].order is eqn.invars[place]
-    )
+    if eqn.primitive.name not in ("sort", "rev"):
+        return False
+    moved = operands[list(eqn.outvars).index(var)]
+    return moved is not None and moved.is_permutation
 
 
 def _is_defined(name: str, tables: Sequence[np.ndarray]) -> bool:
@@ -263,7 +280,9 @@ def _gradient(
 
 
 def _type(x: Any, order: Any, *, shape: tuple[int, ...]) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray((*shape, *x.shape[1:]), x.dtype)
+    del order  # Within `shard_map` it varies over the same devices as `x`.
+    shape = *shape, *x.shape[1:]
+    return x.update(shape=shape, sharding=array_types.unsplit(x.sharding, len(shape)))
 
 
 def _batched(

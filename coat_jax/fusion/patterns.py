@@ -28,6 +28,7 @@ from coat_jax.fusion.algebra import (
     is_known,
     is_mark,
     is_number,
+    rounded,
     term_of,
 )
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
@@ -213,7 +214,8 @@ def _added_numbers(eqns: Eqns) -> set[float]:
     # A number may be cast before it is added.
     adding = (eqn for eqn in eqns if eqn.primitive.name in {"add", *CASTS})
     operands = (v for eqn in adding for v in eqn.invars)
-    return {number_of(v) for v in operands if isinstance(v, core.Literal)}
+    numbers = {number_of(v) for v in operands if isinstance(v, core.Literal)}
+    return numbers | {rounded(number, jnp.bfloat16) for number in numbers}
 
 
 @functools.lru_cache(maxsize=256)

@@ -32,7 +32,7 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
     """
     for x in jax.tree.leaves(arrays):
         mesh = jax.typeof(x).sharding.mesh
-        if mesh.empty or _is_manual(mesh):
+        if mesh.empty or is_manual(mesh):
             continue
         if mesh.size > 1 or mesh.explicit_axes:
             return mesh
@@ -48,6 +48,11 @@ def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if axes is None:
         return ()
     return axes if isinstance(axes, tuple) else (axes,)
+
+
+def unsplit(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """Returns the sharding on the same mesh of an array with whole axes."""
+    return sharding.update(spec=P(*[None] * ndim))
 
 
 def is_partial(sharding: NamedSharding) -> bool:
@@ -156,5 +161,6 @@ def obstacle(arrays: Any) -> str | None:
     return f"shard_map leaves the axes {auto_axes} of the mesh to XLA"
 
 
-def _is_manual(mesh: AbstractMesh) -> bool:
+def is_manual(mesh: AbstractMesh) -> bool:
+    """Returns whether a mesh is the one of a `shard_map` over all its axes."""
     return bool(mesh.manual_axes) and mesh.are_all_axes_manual

@@ -200,10 +200,10 @@ class Operation(abc.ABC):
         chosen = _choose(self, arrays, implementation)
         # Some operations have no kernel: `kernel` is their definition, for parts.
         has_kernel = type(self).kernel is not type(self).reference
-        if chosen == "mosaic" and has_kernel and stand_ins.active.get():
-            return stand_ins.kernel(self.name, self.reference, *arrays)
         mesh = array_types.mesh_of(arrays)
-        if chosen == "mosaic":
+        if chosen == "mosaic" and has_kernel and stand_ins.active.get():
+            run = stand_ins.kernel
+        elif chosen == "mosaic":
             run = placement.on_parts if mesh else type(self).kernel
         else:
             # XLA partitions jnp operations, except where types say how.

@@ -7,12 +7,14 @@ traced program, with the shapes of its results and nothing inside.
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 from jax.interpreters import batching
+
+from pallas_kernels.dispatch import array_types
 
 # True while kernels are traced as stand-ins.
 active: contextvars.ContextVar[bool] = contextvars.ContextVar("active", default=False)
@@ -62,12 +64,14 @@ _ATTENTION = _new("dot_product_attention_fwd")
 _ATTENTION_GRAD = _new("dot_product_attention_bwd")
 
 
-def kernel(name: str, definition: Callable, *arrays: Any) -> Any:
-    """Returns tracers with the shapes and dtypes of `definition(*arrays)`."""
-    out = jax.eval_shape(definition, *arrays)
+def kernel(operation: Any, *arrays: Any) -> Any:
+    """Returns tracers with the shapes and dtypes of an operation's results."""
+    out = jax.eval_shape(operation.reference, *arrays)
     leaves, tree = jax.tree.flatten(out)
     results = KERNEL.bind(
-        *jax.tree.leaves(arrays), results=_types(*leaves), launch=_Launch(name)
+        *jax.tree.leaves(arrays),
+        results=_types(*leaves),
+        launch=_Launch(operation.name),
     )
     return tree.unflatten(results)
 
@@ -84,13 +88,14 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def _attention(q, k, v):
     batch, length, heads, _ = q.shape
     statistics = jax.ShapeDtypeStruct((batch, heads, length), "float32")
-    o, saved = _ATTENTION.bind(q, k, v, results=_types(q, statistics))
+    out = _ATTENTION.bind(q, k, v, results=_types(q, statistics))
+    o, saved = array_types.varying_alike(out, (q, k, v))
     return o, (q, k, v, o, saved)
 
 
 def _attention_grads(saved, do):
-    grads = _types(*saved[:3])
-    return tuple(_ATTENTION_GRAD.bind(*saved, do, results=grads))
+    grads = _ATTENTION_GRAD.bind(*saved, do, results=_types(*saved[:3]))
+    return tuple(array_types.varying_alike(grads, saved))
 
 
 attention.defvjp(_attention, _attention_grads)

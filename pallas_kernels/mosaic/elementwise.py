@@ -34,7 +34,7 @@ from pallas_kernels.mosaic.sink import Encoded, Sink
 from pallas_kernels.mosaic.strips import Blocks, Encoding, Tuning, Walk
 from pallas_kernels.numerics import GROUP, Scaled
 
-_ROWS_AT_ONCE = 8  # Rows that are copied after their indices were read.
+_ROWS_AT_ONCE = 32  # Rows that are copied after their indices were read.
 
 
 @functools.partial(

@@ -1,10 +1,14 @@
 """Tests of gathers by permutations, with gradients that are gathers."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax.fusion.gathers import gathers
@@ -129,6 +133,52 @@ def test_gradients_are_gathers(name):
 def test_other_gathers_stay(name):
     program, after = rewritten(MISSES[name])
     assert after is program
+    assert "gather_rows" not in str(
+        jax.make_jaxpr(of_device(MISSES[name]))(*arguments())
+    )
+
+
+def of_device(fn):
+    """Applies `fp8_remat(fn)` within a `shard_map`, where numbers vary over devices."""
+    return on_devices(coat.fp8_remat(fn), P("data"), P("data"))
+
+
+def on_devices(fn, *specs):
+    """Runs a function of two arrays on devices; its result lies like the first one."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=specs[0])
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("name", HITS)
+def test_devices_gather_their_own_rows(name):
+    fn, _ = HITS[name]
+    x, ids = arguments(1)
+
+    def loss(x, fn):
+        return jnp.sum(jnp.sin(fn(x, ids)))
+
+    ours = jax.jit(jax.value_and_grad(lambda x: loss(x, of_device(fn))))
+    expected = jax.value_and_grad(loss)(x, fn)
+    for a, b in zip(ours(x), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-1 if "back" in name else 1e-5)
+    assert not re.search(r"f32[^ ]* = scatter-add", str(jax.make_jaxpr(ours)(x)))
+
+
+@pytest.mark.internals
+def test_an_order_that_devices_have_in_common():
+    """Each device has some columns of all rows."""
+    x, ids = arguments(1)
+    columns = P(None, "data")
+    light = on_devices(coat.fp8_remat(_moved), columns, P())
+
+    def grads(fn):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(fn(x, ids))))
+
+    assert not re.search(
+        r"f32[^ ]* = scatter-add", str(jax.make_jaxpr(grads(light))(x))
+    )
+    np.testing.assert_allclose(grads(light)(x), grads(_moved)(x), rtol=1e-5)
 
 
 def test_a_transposing_reshape_is_no_order():

@@ -1,6 +1,8 @@
 """Tests of what is saved where matmuls are kernels: as much as where XLA runs them."""
 
+import collections
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,13 @@ from flax import nnx
 from helpers.gradients import FP8, saved, saved_bytes
 from helpers.marks import slow
 from helpers.versions import needs_kernels
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 import pallas_kernels as kernels
 from experiments.bench.compile_case import for_hopper
-from experiments.common.foreign_layers import made
+from experiments.common.foreign_layers import LAYERS, made
 from experiments.common.layer_cases import Shape
 from experiments.rewrites import blocks, grammar, judge, programs
 from pallas_kernels.dispatch import operations, placement, stand_ins
@@ -122,6 +126,54 @@ def test_random_programs_save_as_much_with_kernels(seed, wide_programs):
     in_jax, *with_kernels = sizes
     # Scales of weights are saved with kernels, and computed again in JAX.
     assert max(with_kernels) <= in_jax + 100 * 4
+
+
+def kernels_of(fn, dy, *args):
+    """Returns the kernels of a function and its gradients, and how often each runs."""
+
+    def gradients(dy, *args):
+        return jax.vjp(fn, *args)[1](dy)
+
+    with operations.traced_anew(), stand_ins.for_hopper():
+        program = jax.make_jaxpr(gradients)(dy, *args)
+    return collections.Counter(re.findall(r"_Launch\(name='(\w+)'\)", str(program)))
+
+
+def of_device(fn, parameters):
+    """Applies a function within a `shard_map`, with `parameters` first arguments."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+    def spread(*args):
+        specs = [P()] * parameters + [P("data")] * (len(args) - parameters)
+        options = {"in_specs": tuple(specs), "out_specs": P("data")}
+        return jax.shard_map(fn, mesh=mesh, **options)(*args)
+
+    return spread
+
+
+# Activations with numbers in them. A number within `shard_map` is cast twice: to vary
+# over devices, and to a dtype.
+@pytest.mark.parametrize("name", ["vision transformer", "diffusion transformer"])
+def test_as_many_kernels_run_within_shard_map(name):
+    graph, params = made(name, SHAPE, coat.fp8_dot_general)
+    light = coat.fp8_remat(lambda params, *x: nnx.merge(graph, params)(*x))
+    inputs = [SHAPE.input()] * LAYERS[name].inputs
+    expected = kernels_of(light, SHAPE.input(), params, *inputs)
+    assert expected["gated"] + expected["norm"] >= 2
+    actual = kernels_of(of_device(light, 1), SHAPE.input(), params, *inputs)
+    assert actual == expected
+
+
+def test_a_norm_within_shard_map_divides_by_an_integer():
+    def fn(w, scale, x):
+        x = x * scale
+        squares = jnp.sum(x * x, axis=-1, keepdims=True)
+        h = x * jax.lax.rsqrt(squares / x.shape[-1] + 1e-6)
+        return coat.fp8_dot_general(h, w, (((1,), (0,)), ((), ())))
+
+    shapes = (2048, 1024), (1024, 1024), (1024,), (2048, 1024)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    assert kernels_of(of_device(coat.fp8_remat(fn), 2), *args)["norm"] == 1
 
 
 def test_a_users_function_with_other_work_is_no_kernel_of_ours(hopper):
