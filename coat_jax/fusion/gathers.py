@@ -110,7 +110,7 @@ class _Values(NamedTuple):
 
     @property
     def is_permutation(self) -> bool:
-        """Whether the array has the numbers of `order` themselves."""
+        """Returns whether the array has the numbers of `order` themselves."""
         return self.order is not None and np.array_equal(
             self.table, np.arange(self.order.aval.size)
         )
