@@ -47,6 +47,15 @@ def bodies_in_params(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
     return functions.jaxprs_in_params(params)
 
 
+def has_effects(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation does more than it returns.
+
+    A collective does not. JAX lists the mesh axes that it names among its effects.
+    """
+    # The class is not public.
+    return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
+
+
 def is_dropped(result: core.Var) -> bool:
     """Returns whether nothing reads a result of an operation, so it has no name."""
     return type(result).__name__ == "DropVar"  # A public class since jax 0.10.

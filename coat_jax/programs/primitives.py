@@ -164,7 +164,7 @@ def makes_codes(eqn: core.JaxprEqn) -> bool:
 
 def is_stateful(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation may give another result when it runs again."""
-    if eqn.effects or kind_of(eqn) is Kind.STATEFUL:
+    if versions.has_effects(eqn) or kind_of(eqn) is Kind.STATEFUL:
         return True
     bodies = versions.bodies_in_params(eqn.params)
     return any(is_stateful(inner) for body in bodies for inner in body.eqns)

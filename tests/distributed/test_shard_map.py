@@ -156,6 +156,38 @@ def test_matmuls_of_other_layers_run_on_each_devices_rows(apply):
     assert_those_of_shards(apply, weights, x, dy)
 
 
+@pytest.mark.internals
+@pytest.mark.parametrize("fn", [dots, dense], ids=["fp8", "bf16"])
+def test_weights_that_a_layer_gathers(fn):
+    """Devices have parts of weights, and gather them anew in the backward pass."""
+    weights = {
+        "up": normal(1, 256, 512, dtype=jnp.bfloat16) / 16,
+        "down": normal(2, 512, 256, dtype=jnp.bfloat16) / 16,
+        "scale": 1 + normal(3, 256, dtype=jnp.bfloat16) / 8,
+    }
+    x, dy = (normal(seed, 8, 128, 256, dtype=jnp.bfloat16) for seed in (4, 5))
+
+    def run(gathered, weights, x, dy):
+        @coat.fp8_remat
+        def layer(weights, x):
+            return fn({name: gathered(w) for name, w in weights.items()}, x)
+
+        y, vjp = jax.vjp(layer, weights, x)
+        return y, *vjp(dy)
+
+    split = functools.partial(
+        run, lambda w: lax.all_gather(w.astype(jnp.bfloat16), "data", tiled=True)
+    )
+    # Gradients of parts are added up in the dtype of the parts.
+    wide = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
+    rows = P("data")
+    ours = shard_map(split, (rows, rows, rows), (rows, rows, rows))(wide, x, dy)
+    expected = by_shards(functools.partial(run, lambda w: w), weights, x, dy)
+    for a, b in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, atol=2.0**-7 * np.max(np.abs(b)))
+
+
 @pytest.mark.parametrize("recipe", [slow("bf16"), "coat"])
 def test_a_models_loss_is_the_mean_over_devices(recipe):
     config = llama.LlamaConfig(

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from pallas_kernels.dispatch import operations, placement, stand_ins
 
 pytestmark = needs_kernels
 
+BF16 = jnp.bfloat16
 ROWS = 4 * 512
 SHAPE = Shape(
     hidden=1024, seq=512, batch=4, intermediate=2048, kv_heads=8, head_dim=128
@@ -109,11 +111,11 @@ def wide_programs(monkeypatch):
 def test_random_programs_save_as_much_with_kernels(seed, wide_programs):
     program = programs.random_program(seed)
     shapes = {
-        name: (shape, jnp.float32 if name.startswith("scale") else jnp.bfloat16)
+        name: (shape, jnp.float32 if name.startswith("scale") else BF16)
         for name, shape in program.shapes.items()
     }
     params = {name: jax.ShapeDtypeStruct(*of) for name, of in shapes.items()}
-    x = jax.ShapeDtypeStruct(program.shape, jnp.bfloat16)
+    x = jax.ShapeDtypeStruct(program.shape, BF16)
     numbers = jnp.zeros(program.shape[:-1], jnp.int32)
 
     def function(params, x):
@@ -164,6 +166,31 @@ def test_as_many_kernels_run_within_shard_map(name):
     assert actual == expected
 
 
+def test_weights_that_a_layer_gathers_are_weights():
+    """A collective does nothing but return its result."""
+
+    def dot(x, w):
+        return coat.fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
+
+    def mlp(params, x):
+        h = nnx.RMSNorm(1024, dtype=BF16, rngs=nnx.Rngs(0))(x)
+        return dot(
+            jax.nn.silu(dot(h, params["gate"])) * dot(h, params["up"]), params["down"]
+        )
+
+    def gathering(params, x):
+        gather = partial(jax.lax.all_gather, axis_name="data", tiled=True)
+        return mlp(jax.tree.map(gather, params), x)
+
+    shapes = {"gate": (1024, 2048), "up": (1024, 2048), "down": (2048, 1024)}
+    params = {name: jax.ShapeDtypeStruct(of, BF16) for name, of in shapes.items()}
+    x = jax.ShapeDtypeStruct((2048, 1024), BF16)
+    ours = of_device(coat.fp8_remat(gathering), 1)
+    assert kernels_of(ours, x, params, x) == kernels_of(
+        coat.fp8_remat(mlp), x, params, x
+    )
+
+
 def test_a_norm_within_shard_map_divides_by_an_integer():
     def fn(w, scale, x):
         x = x * scale
@@ -172,7 +199,7 @@ def test_a_norm_within_shard_map_divides_by_an_integer():
         return coat.fp8_dot_general(h, w, (((1,), (0,)), ((), ())))
 
     shapes = (2048, 1024), (1024, 1024), (1024,), (2048, 1024)
-    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    args = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
     assert kernels_of(of_device(coat.fp8_remat(fn), 2), *args)["norm"] == 1
 
 
@@ -194,7 +221,7 @@ def test_a_users_function_with_other_work_is_no_kernel_of_ours(hopper):
         return False
 
     shapes = (1024, 1024), (512, 1024)
-    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    args = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
     with operations.traced_anew(), hopper():
         residuals = saved(coat.fp8_remat(function), *args, params=1)
         saved(coat.fp8_remat(function, policy=policy), *args)
