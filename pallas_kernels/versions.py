@@ -47,6 +47,14 @@ def bodies_in_params(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
     return functions.jaxprs_in_params(params)
 
 
+def shard_map_options(eqn: core.JaxprEqn) -> dict[str, Any]:
+    """Returns the options of `jax.shard_map` with which an operation was made."""
+    names = ("mesh", "in_specs", "out_specs", "check_vma")
+    # The axes had another name before jax 0.10.
+    axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+    return {name: eqn.params[name] for name in names} | {"axis_names": axes}
+
+
 def has_effects(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation does more than it returns.
 

@@ -18,6 +18,7 @@ from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.remat.modules import over_nodes
 from coat_jax.remat.options import Options
 from coat_jax.remat.pytrees import is_pytree_module
+from coat_jax.remat.shard_maps import with_shard_maps
 from coat_jax.remat.trace import Residual
 
 
@@ -101,6 +102,7 @@ def fp8[ModelRecord](
         rerun_attention=rerun_attention,
         rewrites=(gathers, fusion(format, group, where, None)),
     )
+    options = with_shard_maps(options)
     rules = Rules(blocks=blocks, matmuls=matmuls)
     if isinstance(model, nn.Module):
         return linen_model(model, rules, options)

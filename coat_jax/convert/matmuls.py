@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,12 @@ from coat_jax.fp8.dot_general import fp8_dot_general, fp8_dot_p
 from coat_jax.fp8.ragged_dot import fp8_ragged_dot, fp8_ragged_dot_p
 from coat_jax.programs.graph import embedded, inlined, is_plain_call
 from coat_jax.programs.primitives import variables
+from coat_jax.programs.shard_maps import (
+    is_over_all_axes,
+    is_shard_map,
+    program_of,
+    with_program,
+)
 from pallas_kernels import versions
 from pallas_kernels.dispatch.array_types import is_partial
 
@@ -104,24 +110,55 @@ class Conversion:
         marked = zip(program.invars, keys, is_param, strict=True)
         paths = {v: path_of(key[self.depth :]) for v, key, param in marked if param}
         sources = _sources(program, {v: frozenset({p}) for v, p in paths.items()})
-        choosing = _choosing(program)
-        eqns, matmuls = [], []
-        for eqn in program.eqns:
-            if not _is_matmul(eqn):
-                matmuls += self._within(eqn, sources)
-                eqns.append(eqn)
-                continue
-            side, reason = self._choice(eqn, sources, choosing)
-            matmuls.append(self._row(eqn, sources, reason))
-            eqns.extend([eqn] if reason else _fp8(eqn, side))
+        eqns, matmuls = self._converted(program, sources, _choosing(program))
         if self.log is not None:
             self.log.matmuls = tuple(matmuls)
         elif self.model is not None:
             shapes = {path: var.aval.shape for var, path in paths.items()}
             if self.model.finish(self.where, shapes, matmuls):
                 for eqn in program.eqns:
-                    self._check(eqn, sources)
+                    if not _is_convertible(eqn):
+                        self._check(eqn, sources)
         return program.replace(eqns=eqns)
+
+    def _converted(
+        self, program: core.Jaxpr, sources: Sources, choosing: set[core.Var]
+    ) -> tuple[list[core.JaxprEqn], list[Matmul]]:
+        """Returns a program's operations with FP8 matmuls, and all of its matmuls."""
+        eqns, matmuls = [], []
+        for eqn in program.eqns:
+            if _is_matmul(eqn):
+                side, reason = self._choice(eqn, sources, choosing)
+                matmuls.append(self._row(eqn, sources, reason))
+                eqns.extend([eqn] if reason else _fp8(eqn, side))
+            elif _is_convertible(eqn):
+                new, inner = self._of_devices(eqn, sources, choosing)
+                matmuls += inner
+                eqns += new
+            else:
+                matmuls += self._within(eqn, sources)
+                eqns.append(eqn)
+        return eqns, matmuls
+
+    def _of_devices(
+        self, eqn: core.JaxprEqn, sources: Sources, choosing: set[core.Var]
+    ) -> tuple[list[core.JaxprEqn], list[Matmul]]:
+        """Returns a `shard_map` with FP8 matmuls, and its matmuls on one device."""
+        body, matmuls = program_of(eqn), []
+        pairs = zip(body.invars, eqn.invars, strict=True)
+        inner = {v: sources[x] for v, x in pairs if _is_var(x) and x in sources}
+        results = zip(body.outvars, eqn.outvars, strict=True)
+        chosen = {v for v, out in results if _is_var(v) and out in choosing}
+
+        def of_device(*arrays):
+            converted = self._converted(
+                body, _sources(body, inner), _choosing(body, chosen)
+            )
+            matmuls[:] = converted[1]
+            program = body.replace(eqns=converted[0])
+            return core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*arrays)
+
+        return with_program(eqn, of_device), matmuls
 
     def _choice(
         self, eqn: core.JaxprEqn, sources: Sources, choosing: set[core.Var]
@@ -218,9 +255,12 @@ def _sources(program: core.Jaxpr, params: Sources) -> Sources:
     return sources
 
 
-def _choosing(program: core.Jaxpr) -> set[core.Var]:
-    """Returns the variables that a choice, such as `top_k`, reads without a matmul."""
-    choosing: set[core.Var] = set()
+def _choosing(program: core.Jaxpr, outside: Collection[core.Var] = ()) -> set[core.Var]:
+    """Returns the variables that a choice, such as `top_k`, reads without a matmul.
+
+    Choices outside of the program read its results `outside`.
+    """
+    choosing = set(outside)
     for eqn in reversed(program.eqns):
         decides = not choosing.isdisjoint(eqn.outvars) and not _is_matmul(eqn)
         if decides or _chooses(eqn):
@@ -280,6 +320,11 @@ def _is_var(x: Any) -> bool:
 def _is_plain_call(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation is a jitted function that contains matmuls."""
     return is_plain_call(eqn) and _has_matmul(eqn)
+
+
+def _is_convertible(eqn: core.JaxprEqn) -> bool:
+    """Returns whether matmuls within an operation can become FP8 matmuls there."""
+    return is_shard_map(eqn) and is_over_all_axes(eqn) and _has_matmul(eqn)
 
 
 def _is_matmul(eqn: core.JaxprEqn) -> bool:

@@ -55,6 +55,7 @@ from coat_jax.remat.modules import (
 )
 from coat_jax.remat.options import Options
 from coat_jax.remat.pytrees import is_pytree_module, pytree_module
+from coat_jax.remat.shard_maps import with_shard_maps
 from coat_jax.remat.trace import Residual
 
 
@@ -166,6 +167,7 @@ def fp8_remat[Target](
         rerun_attention=rerun_attention,
         rewrites=(gathers, fusion(format, group, where, key)),
     )
+    options = with_shard_maps(options)
     try:
         argnums = tuple(map(operator.index, np.atleast_1d(params_argnums)))
     except (TypeError, ValueError):

@@ -166,29 +166,45 @@ def test_as_many_kernels_run_within_shard_map(name):
     assert actual == expected
 
 
-def test_weights_that_a_layer_gathers_are_weights():
-    """A collective does nothing but return its result."""
-
+def mlp(params, x):
     def dot(x, w):
         return coat.fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
 
-    def mlp(params, x):
-        h = nnx.RMSNorm(1024, dtype=BF16, rngs=nnx.Rngs(0))(x)
-        return dot(
-            jax.nn.silu(dot(h, params["gate"])) * dot(h, params["up"]), params["down"]
+    h = nnx.RMSNorm(1024, dtype=BF16, rngs=nnx.Rngs(0))(x)
+    inner = jax.nn.silu(dot(h, params["gate"])) * dot(h, params["up"])
+    return dot(inner, params["down"])
+
+
+SHAPES = {"gate": (1024, 2048), "up": (1024, 2048), "down": (2048, 1024)}
+WEIGHTS = {name: jax.ShapeDtypeStruct(of, BF16) for name, of in SHAPES.items()}
+X = jax.ShapeDtypeStruct((2048, 1024), BF16)
+
+
+def gathering(params, x):
+    gather = partial(jax.lax.all_gather, axis_name="data", tiled=True)
+    return mlp(jax.tree.map(gather, params), x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        of_device(coat.fp8_remat(gathering), 1),
+        coat.fp8_remat(of_device(mlp, 1)),
+        coat.fp8_remat(jax.jit(of_device(mlp, 1))),
+        coat.fp8_remat(of_device(coat.fp8_remat(mlp), 1)),
+    ],
+    ids=["gathered weights", "shard_map within", "jitted", "twice"],
+)
+def test_layers_on_devices_have_the_kernels_of_one(fn):
+    """Weights that a layer gathers are weights, and a `shard_map` is looked into."""
+    expected = coat.fp8_remat(mlp)
+    assert kernels_of(fn, X, WEIGHTS, X) == kernels_of(expected, X, WEIGHTS, X)
+    with operations.traced_anew(), stand_ins.for_hopper():
+        actual, alone = (
+            sum(r.nbytes for r in saved(f, WEIGHTS, X) if r.dtype in FP8)
+            for f in (fn, expected)
         )
-
-    def gathering(params, x):
-        gather = partial(jax.lax.all_gather, axis_name="data", tiled=True)
-        return mlp(jax.tree.map(gather, params), x)
-
-    shapes = {"gate": (1024, 2048), "up": (1024, 2048), "down": (2048, 1024)}
-    params = {name: jax.ShapeDtypeStruct(of, BF16) for name, of in shapes.items()}
-    x = jax.ShapeDtypeStruct((2048, 1024), BF16)
-    ours = of_device(coat.fp8_remat(gathering), 1)
-    assert kernels_of(ours, x, params, x) == kernels_of(
-        coat.fp8_remat(mlp), x, params, x
-    )
+    assert actual == alone
 
 
 def test_a_norm_within_shard_map_divides_by_an_integer():

@@ -1,0 +1,46 @@
+"""Programs within a `shard_map`, on each device's parts of arrays."""
+
+from collections.abc import Callable
+
+import jax
+from jax.extend import core
+
+from coat_jax.programs.graph import embedded
+from pallas_kernels import versions
+from pallas_kernels.dispatch import operations
+
+
+def is_shard_map(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is a `shard_map`."""
+    return eqn.primitive.name == "shard_map"
+
+
+def program_of(eqn: core.JaxprEqn) -> core.Jaxpr:
+    """Returns the program within a `shard_map`. It has no constants."""
+    return eqn.params["jaxpr"]
+
+
+def is_over_all_axes(eqn: core.JaxprEqn) -> bool:
+    """Returns whether a `shard_map` leaves no axis of its mesh to XLA."""
+    options = versions.shard_map_options(eqn)
+    return set(options["mesh"].axis_names) <= set(options["axis_names"])
+
+
+def with_program(eqn: core.JaxprEqn, fn: Callable[..., list]) -> list[core.JaxprEqn]:
+    """Returns operations that compute a `shard_map` of another function.
+
+    Args:
+      eqn: The `shard_map`.
+      fn: A function of a device's arrays, with results of the same types as those of
+        the program within `eqn`.
+    """
+
+    def run(*arrays):
+        return jax.shard_map(
+            lambda *parts: tuple(fn(*parts)), **versions.shard_map_options(eqn)
+        )(*arrays)
+
+    with operations.unexplained(), eqn.ctx.manager:  # It runs later.
+        closed = jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
+    eqns, _ = embedded(closed.jaxpr, eqn.invars, eqn.outvars)
+    return [new.replace(source_info=eqn.source_info) for new in eqns]

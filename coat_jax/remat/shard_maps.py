@@ -1,0 +1,98 @@
+"""Applies `fp8_remat` within each `shard_map` of a function.
+
+JAX differentiates a `shard_map` as one operation, which saves whatever its program
+saves. So the program on a device's parts gets a backward pass that reads FP8 residuals
+itself. The function around it saves these codes as they are.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from coat_jax.programs.graph import Graph, inlined, is_plain_call
+from coat_jax.programs.primitives import all_eqns, bodies_of, does_work
+from coat_jax.programs.shard_maps import is_shard_map, program_of, with_program
+from coat_jax.remat.options import Options
+from coat_jax.remat.vjp import fp8_function
+
+
+def with_shard_maps(options: Options) -> Options:
+    """Returns options that apply within each `shard_map` of a function, too.
+
+    With a key for stochastic rounding they do not, because devices would round alike. A
+    policy of `jax.checkpoint` sees what is within a `shard_map` anyway.
+    """
+    if options.key is not None or options.policy is not None:
+        return options
+    rewrites = *options.rewrites, _WithinShardMaps(options)
+    return dataclasses.replace(options, rewrites=rewrites)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithinShardMaps:
+    """The rewrite of a program that applies `fp8_remat` within `shard_map`.
+
+    Attributes:
+      options: The options there.
+    """
+
+    options: Options
+
+    def __call__(
+        self, program: core.Jaxpr, keys: Sequence[Any], is_param: Sequence[bool]
+    ) -> core.Jaxpr:
+        """Returns the program with FP8 residuals within each `shard_map`."""
+        del keys
+        if not any(map(_has_shard_map, program.eqns)):
+            return program
+        program = inlined(program, lambda e: is_plain_call(e) and _has_shard_map(e))
+        params = [v for v, p in zip(program.invars, is_param, strict=True) if p]
+        fixed = Graph(program).following(params)
+        new = [
+            self._anew(eqn, fixed) if _does_work(eqn) else [eqn] for eqn in program.eqns
+        ]
+        return program.replace(eqns=[eqn for eqns in new for eqn in eqns])
+
+    def _anew(
+        self, eqn: core.JaxprEqn, fixed: Collection[core.Var]
+    ) -> list[core.JaxprEqn]:
+        """Returns a `shard_map` of the same program, with FP8 residuals within.
+
+        Args:
+          eqn: The `shard_map`.
+          fixed: The variables that follow from parameters alone.
+        """
+        is_param = [isinstance(v, core.Literal) or v in fixed for v in eqn.invars]
+        return with_program(eqn, self._light(program_of(eqn), is_param))
+
+    def _light(self, body: core.Jaxpr, is_param: Sequence[bool]) -> Callable:
+        """Returns a program as a function with FP8 residuals."""
+
+        def fn(params, others):
+            values = {True: iter(params), False: iter(others)}
+            args = [next(values[param]) for param in is_param]
+            return core.jaxpr_as_fun(core.ClosedJaxpr(body, ()))(*args)
+
+        light = fp8_function(fn, (0,), self.options)
+
+        def split(*args):
+            pairs = list(zip(args, is_param, strict=True))
+            params = [x for x, param in pairs if param]
+            return light(params, [x for x, param in pairs if not param])
+
+        return split
+
+
+def _has_shard_map(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is a `shard_map`, or a call that contains one."""
+    if is_shard_map(eqn):
+        return True
+    inner = (e for body in bodies_of(eqn) for e in body.eqns)
+    return is_plain_call(eqn) and any(map(_has_shard_map, inner))
+
+
+def _does_work(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is a `shard_map` with matmuls or other kernels."""
+    return is_shard_map(eqn) and any(map(does_work, all_eqns(program_of(eqn).eqns)))
