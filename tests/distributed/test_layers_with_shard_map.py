@@ -102,10 +102,10 @@ def test_matmuls_on_devices_become_fp8(case):
     mesh, (fn, *specs) = mesh_of(AxisType.Auto), CASES[case]
     converted = coat.fp8(partial(layer, fn, *specs, mesh))
     report = coat.fp8_report(converted, *arguments())
-    assert [(m.parameter, m.reason) for m in report.matmuls] == [
+    assert [(m.parameter, m.reason) for m in report.rows] == [
         ("up", ""), ("down", "")
     ]  # fmt: skip
-    assert report.matmuls[0].right[0] == HIDDEN
+    assert report.rows[0].right[0] == HIDDEN
     within = partial(layer, coat.fp8(fn), *specs, mesh)
     ours, theirs = (gradients(f, mesh, *specs) for f in (converted, within))
     assert_near(ours, theirs, 0.06)
