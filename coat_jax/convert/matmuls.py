@@ -3,16 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
+from coat_jax.convert.forms import dimensions, fp8_form, is_in_jax, is_ragged
 from coat_jax.convert.record import (
     ACTIVATIONS,
     FP8_ALREADY,
@@ -24,9 +20,9 @@ from coat_jax.convert.record import (
     new_log,
 )
 from coat_jax.convert.rules import Rules, chooser, path_of
-from coat_jax.fp8.dot_general import fp8_dot_general, fp8_dot_p
-from coat_jax.fp8.ragged_dot import fp8_ragged_dot, fp8_ragged_dot_p
-from coat_jax.programs.graph import embedded, inlined, is_plain_call
+from coat_jax.fp8.dot_general import fp8_dot_p
+from coat_jax.fp8.ragged_dot import fp8_ragged_dot_p
+from coat_jax.programs.graph import inlined, is_plain_call
 from coat_jax.programs.primitives import variables
 from coat_jax.programs.shard_maps import (
     is_over_all_axes,
@@ -49,9 +45,6 @@ _MOST_CHOICES = 1024
 OF_FUNCTION, OF_LINEN = 2, 5
 # The matmuls that are in FP8 already.
 _IN_FP8 = {fp8_dot_p, fp8_ragged_dot_p}
-# `jax.lax.ragged_dot` is this operation with these dimension numbers.
-_RAGGED = "ragged_dot_general"
-_RAGGED_DOT = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 # The parameters that a variable follows from, alone.
 Sources = dict[core.Var, frozenset[str]]
 
@@ -130,7 +123,7 @@ class Conversion:
             if _is_matmul(eqn):
                 side, reason = self._choice(eqn, sources, choosing)
                 matmuls.append(self._row(eqn, sources, reason))
-                eqns.extend([eqn] if reason else _fp8(eqn, side))
+                eqns.extend([eqn] if reason else fp8_form(eqn, side))
             elif _is_convertible(eqn):
                 new, inner = self._of_devices(eqn, sources, choosing)
                 matmuls += inner
@@ -178,7 +171,7 @@ class Conversion:
         if any(is_partial(aval.sharding) for aval in types):
             return 0, "devices' parts are added up later"
         (side,) = weights
-        if side == 0 and eqn.primitive.name == _RAGGED:
+        if side == 0 and is_ragged(eqn):
             return 0, "its rows in groups are a parameter"
         if self.chosen is None:
             return side, _too_small(eqn, side) or _router(eqn, choosing)
@@ -296,7 +289,7 @@ def _rows(eqn: core.JaxprEqn, sources: Sources) -> int:
     if eqn.primitive in _IN_FP8:
         return eqn.invars[0].aval.shape[-2]
     side = 1 if _followed(eqn.invars[0], sources) else 0
-    contracted, batch = (dims[side] for dims in _dimensions(eqn))
+    contracted, batch = (dims[side] for dims in dimensions(eqn))
     shape = eqn.invars[side].aval.shape
     free = set(range(len(shape))) - {*contracted, *batch}
     return math.prod(shape[i] for i in free)
@@ -328,30 +321,11 @@ def _is_convertible(eqn: core.JaxprEqn) -> bool:
 
 
 def _is_matmul(eqn: core.JaxprEqn) -> bool:
-    return _is_in_jax(eqn) or eqn.primitive in _IN_FP8
-
-
-def _is_in_jax(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is `dot_general` or `ragged_dot` of `jax.lax`."""
-    if eqn.primitive.name == _RAGGED:
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        return numbers == _RAGGED_DOT and eqn.params["group_offset"] is None
-    return eqn.primitive.name == "dot_general"
-
-
-def _dimensions(eqn: core.JaxprEqn) -> lax.DotDimensionNumbers:
-    """Returns the contracted and the batch axes of both operands.
-
-    The groups of a `ragged_dot` are a batch axis of its weights.
-    """
-    if eqn.primitive.name == _RAGGED:
-        contracted, _ = _RAGGED_DOT.dot_dimension_numbers
-        return contracted, ((), tuple(_RAGGED_DOT.rhs_group_dimensions))
-    return eqn.params["dimension_numbers"]
+    return is_in_jax(eqn) or eqn.primitive in _IN_FP8
 
 
 def _has_matmul(eqn: core.JaxprEqn) -> bool:
-    if _is_in_jax(eqn):
+    if is_in_jax(eqn):
         return True
     return any(map(_has_matmul, _within(eqn)))
 
@@ -369,7 +343,7 @@ def _is_wide_float(aval: Any) -> bool:
 
 def _too_small(eqn: core.JaxprEqn, side: int) -> str:
     """Returns why a matmul is too small to gain from FP8, or ""."""
-    contracted, batch = (dims[side] for dims in _dimensions(eqn))
+    contracted, batch = (dims[side] for dims in dimensions(eqn))
     shape = eqn.invars[side].aval.shape
     inputs = math.prod(shape[i] for i in contracted)
     outputs = math.prod(shape) // math.prod(shape[i] for i in batch) // max(inputs, 1)
@@ -379,40 +353,3 @@ def _too_small(eqn: core.JaxprEqn, side: int) -> str:
         if size % _MULTIPLE:
             return f"{size} {name} are no multiple of {_MULTIPLE}"
     return ""
-
-
-def _fp8(eqn: core.JaxprEqn, side: int) -> list[core.JaxprEqn]:
-    """Returns the FP8 form of a matmul that has operand `side` as its weight."""
-    matmul = partial(_matmul, eqn=eqn, side=side)
-    closed = jax.make_jaxpr(matmul)(*(v.aval for v in eqn.invars))
-    eqns, _ = embedded(closed.jaxpr, eqn.invars, eqn.outvars)
-    return [each.replace(source_info=eqn.source_info) for each in eqns]
-
-
-def _matmul(*operands: jax.Array, eqn: core.JaxprEqn, side: int) -> jax.Array:
-    dtype, sharding = eqn.outvars[0].aval.dtype, eqn.params.get("out_sharding")
-    if eqn.primitive.name == _RAGGED:
-        options = {"preferred_element_type": dtype, "out_sharding": sharding}
-        return fp8_ragged_dot(*operands, **options)
-    contract, batch = eqn.params["dimension_numbers"]
-    if side == 1:
-        return fp8_dot_general(
-            *operands,
-            (contract, batch),
-            preferred_element_type=dtype,
-            out_sharding=sharding,
-        )
-    # The activations come first, and the axes of the result in their own order again.
-    batches, rank = len(batch[0]), eqn.outvars[0].aval.ndim
-    first = batches + operands[0].ndim - len(contract[0]) - len(batch[0])
-    swapped = *range(batches), *range(first, rank), *range(batches, first)
-    if sharding is not None:
-        spec = eqn.outvars[0].aval.sharding.spec  # It has an entry for each axis.
-        sharding = NamedSharding(sharding.mesh, P(*(spec[axis] for axis in swapped)))
-    y = fp8_dot_general(
-        *operands[::-1],
-        (contract[::-1], batch[::-1]),
-        preferred_element_type=dtype,
-        out_sharding=sharding,
-    )
-    return lax.transpose(y, [swapped.index(axis) for axis in range(rank)])

@@ -31,8 +31,8 @@ def with_program(eqn: core.JaxprEqn, fn: Callable[..., list]) -> list[core.Jaxpr
 
     Args:
       eqn: The `shard_map`.
-      fn: A function of a device's arrays, with results of the same types as those of
-        the program within `eqn`.
+      fn: A function of a device's arrays, which returns the types of results that the
+        program within `eqn` has.
     """
 
     def run(*arrays):

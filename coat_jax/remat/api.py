@@ -85,6 +85,9 @@ def fp8_remat[Target](
     Residuals of sharded arrays are sharded in the same way. No data moves between
     devices if every device has whole groups of the last axis.
 
+    Within a `shard_map` that the target calls the same is done to the program on each
+    device's parts, unless there is a policy or a key.
+
     Layers that differ in nothing but the values of arrays are traced once, as one
     function under `jax.jit` is. Attributes of NNX modules, values that a function
     closes over and globals that it names are compared at every call. Other things that
@@ -130,8 +133,8 @@ def fp8_remat[Target](
         attention runs again on them in the backward pass. By default they, its output
         and its statistics are saved as they are, in two to four times the bytes.
         Attention of plain JAX, which saves no statistics, does not change. Attention
-        in a loop, a branch or a `shard_map` of the function is saved as it is: call
-        `fp8_remat` on the loop's body.
+        in a loop or a branch of the function is saved as it is: call `fp8_remat` on the
+        loop's body.
 
     Returns:
       An object of the same kind as `target`, with the same signature.

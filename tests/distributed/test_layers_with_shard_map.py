@@ -108,7 +108,7 @@ def test_matmuls_on_devices_become_fp8(case):
     assert report.rows[0].right[0] == HIDDEN
     within = partial(layer, coat.fp8(fn), *specs, mesh)
     ours, theirs = (gradients(f, mesh, *specs) for f in (converted, within))
-    assert_near(ours, theirs, 0.06)
+    assert_near(ours, theirs, 0.1)
 
 
 def test_matmuls_stay_where_xla_has_other_axes():
