@@ -110,8 +110,7 @@ class Conversion:
             shapes = {path: var.aval.shape for var, path in paths.items()}
             if self.model.finish(self.where, shapes, matmuls):
                 for eqn in program.eqns:
-                    if not _is_convertible(eqn):
-                        self._check(eqn, sources)
+                    self._check(eqn, sources)
         return program.replace(eqns=eqns)
 
     def _converted(
@@ -138,15 +137,12 @@ class Conversion:
     ) -> tuple[list[core.JaxprEqn], list[Matmul]]:
         """Returns a `shard_map` with FP8 matmuls, and its matmuls on one device."""
         body, matmuls = program_of(eqn), []
-        pairs = zip(body.invars, eqn.invars, strict=True)
-        inner = {v: sources[x] for v, x in pairs if _is_var(x) and x in sources}
+        inner = _sources_within(eqn, sources)
         results = zip(body.outvars, eqn.outvars, strict=True)
         chosen = {v for v, out in results if _is_var(v) and out in choosing}
 
         def of_device(*arrays):
-            converted = self._converted(
-                body, _sources(body, inner), _choosing(body, chosen)
-            )
+            converted = self._converted(body, inner, _choosing(body, chosen))
             matmuls[:] = converted[1]
             program = body.replace(eqns=converted[0])
             return core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*arrays)
@@ -221,6 +217,11 @@ class Conversion:
 
     def _check(self, eqn: core.JaxprEqn, sources: Sources) -> None:
         """Warns of matmuls that stay as they are because they lie in a loop."""
+        if _is_convertible(eqn):
+            inner = _sources_within(eqn, sources)
+            for each in program_of(eqn).eqns:
+                self._check(each, inner)
+            return
         inside = (
             e for body in versions.bodies_in_params(eqn.params) for e in body.eqns
         )
@@ -246,6 +247,14 @@ def _sources(program: core.Jaxpr, params: Sources) -> Sources:
             union = frozenset().union(*(sources[v] for v in operands))
             sources |= dict.fromkeys(eqn.outvars, union)
     return sources
+
+
+def _sources_within(eqn: core.JaxprEqn, sources: Sources) -> Sources:
+    """Returns the parameters of each variable within a `shard_map`."""
+    body = program_of(eqn)
+    pairs = zip(body.invars, eqn.invars, strict=True)
+    inner = {v: sources[x] for v, x in pairs if _is_var(x) and x in sources}
+    return _sources(body, inner)
 
 
 def _choosing(program: core.Jaxpr, outside: Collection[core.Var] = ()) -> set[core.Var]:

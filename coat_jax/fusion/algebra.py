@@ -194,8 +194,8 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
     if name in _CHOICES:
         return _chosen(name, operands)
     dtype = eqn.outvars[0].aval.dtype
-    if name in CASTS and x == _Value(Term(x.term.number)):  # A number, of any dtype.
-        return _Value(Term(rounded(x.term.number, dtype)))
+    if name in CASTS and x == _Value(Term(x.term.number)):
+        return _Value(Term(_cast(x.term.number, dtype)))
     if dtype not in DTYPES:
         raise _UnknownError
     if name not in MARKS and _is_placed(eqn):
@@ -217,6 +217,21 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
         raise _UnknownError
     layout = layouts.pop() if len(layouts) == 1 else "elements" if layouts else None
     return _Value(_computed(eqn, [value.term for value in operands]), layout)
+
+
+def _cast(number: float, dtype: jnp.dtype) -> float:
+    """Returns a number of a program in another dtype.
+
+    Raises:
+      _UnknownError: If the dtype is not a floating one and has no such number.
+    """
+    if dtype in DTYPES:
+        return rounded(number, dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and math.isfinite(number):
+        limits = jnp.iinfo(dtype)
+        if number.is_integer() and limits.min <= number <= limits.max:
+            return number
+    raise _UnknownError
 
 
 def _is_placed(eqn: core.JaxprEqn) -> bool:

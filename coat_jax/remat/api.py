@@ -86,7 +86,7 @@ def fp8_remat[Target](
     devices if every device has whole groups of the last axis.
 
     Within a `shard_map` that the target calls the same is done to the program on each
-    device's parts, unless there is a policy or a key.
+    device's parts, unless there is `where`, a policy or a key.
 
     Layers that differ in nothing but the values of arrays are traced once, as one
     function under `jax.jit` is. Attributes of NNX modules, values that a function

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.extend import core
 
 _DEPTH = 20  # The nesting of values that is searched; a cycle has no end.
 _ATOMS = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType)
@@ -24,6 +25,7 @@ _FIXED = (type, enum.Enum, types.ModuleType, types.CodeType, np.dtype)
 # Other objects of these packages do not change either: meshes and tree structures.
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _CHANGING = (jax.Array, np.ndarray, np.generic, nnx.Pytree, nnx.Variable)
+_TRACED = (core.Jaxpr, core.ClosedJaxpr)  # Every trace has another one.
 
 
 class Neutral:
@@ -65,7 +67,7 @@ def _of(x: Any, depth: int) -> Hashable:
         return x
     if isinstance(x, Neutral):
         return kind
-    if depth == 0 or isinstance(x, _CHANGING):
+    if depth == 0 or isinstance(x, _CHANGING + _TRACED):
         raise _UnknownError
     if kind is types.FunctionType:
         return _of_function(x, depth)

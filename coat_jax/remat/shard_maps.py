@@ -21,10 +21,11 @@ from coat_jax.remat.vjp import fp8_function
 def with_shard_maps(options: Options) -> Options:
     """Returns options that apply within each `shard_map` of a function, too.
 
-    With a key for stochastic rounding they do not, because devices would round alike. A
-    policy of `jax.checkpoint` sees what is within a `shard_map` anyway.
+    With a key for stochastic rounding they do not, because devices would round alike,
+    nor with `where`, which selects whole arrays and not a device's parts. A policy of
+    `jax.checkpoint` sees what is within a `shard_map` anyway.
     """
-    if options.key is not None or options.policy is not None:
+    if any(x is not None for x in (options.key, options.where, options.policy)):
         return options
     rewrites = *options.rewrites, _WithinShardMaps(options)
     return dataclasses.replace(options, rewrites=rewrites)

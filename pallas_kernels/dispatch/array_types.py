@@ -98,7 +98,8 @@ def with_common_mesh[Tree](tree: Tree) -> Tree:
 
 
 def _with_mesh(x: Any, mesh: AbstractMesh) -> Any:
-    if not isinstance(x, _ARRAYS) or not x.ndim:
+    # An array with values is where it is.
+    if not isinstance(x, jax.core.Tracer) or not x.ndim:
         return x
     if not jax.typeof(x).sharding.mesh.empty:
         return x

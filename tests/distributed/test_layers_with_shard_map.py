@@ -120,3 +120,41 @@ def test_matmuls_stay_where_xla_has_other_axes():
     light = coat.fp8_remat(fn)
     expected = gradients(fn, mesh, WHOLE, P("data"))
     assert_near(gradients(light, mesh, WHOLE, P("data")), expected, 0.06)
+
+
+def test_where_selects_whole_arrays():
+    mesh, of_case = mesh_of(AxisType.Auto), CASES["rows"]
+    plain = partial(layer, *of_case, mesh)
+
+    def shapes(where):
+        residuals = saved(coat.fp8_remat(plain, where=where), *arguments())
+        return {r.shape for r in residuals if r.dtype in FP8}
+
+    whole = DEVICES * ROWS, INNER
+    assert whole in shapes(lambda r: r.shape[0] != ROWS)
+    assert whole not in shapes(lambda r: r.shape != whole)
+
+
+def test_loops_on_devices_are_warned_of():
+    mesh = mesh_of(AxisType.Auto)
+
+    def loop(params, x):
+        def step(x, _):
+            return jnp.tanh(x @ params["up"]) @ params["down"], None
+
+        return lax.scan(step, x @ params["up"] @ params["down"], length=2)[0]
+
+    converted = coat.fp8(partial(layer, loop, WHOLE, P("data"), mesh))
+    with pytest.warns(match="matmuls within scan in the model do not become FP8"):
+        jax.eval_shape(converted, *arguments())
+
+
+def test_gradients_without_jit():
+    mesh, of_case = mesh_of(AxisType.Auto), CASES["rows"]
+    plain = partial(layer, *of_case, mesh)
+    params, x = arguments()
+
+    def grads(fn):
+        return jax.device_get(jax.grad(lambda p: jnp.sum(fn(p, x)))(params))
+
+    assert_near(grads(coat.fp8_remat(plain)), grads(plain), 0.06)

@@ -250,3 +250,27 @@ def test_a_users_function_with_other_work_is_no_kernel_of_ours(hopper):
 )
 def test_parameters_of_other_primitives_name_no_operation(params):
     assert placement.operation_of(params) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "hits"),
+    [
+        (2.0, jnp.int32, 1),
+        (2.7, jnp.int32, 0),
+        (3e9, jnp.int32, 0),
+        (-1.0, jnp.uint8, 0),
+    ],
+)
+def test_numbers_that_a_cast_changes_are_unknown(number, dtype, hits):
+    """A norm may divide by twice half the number of columns."""
+
+    def fn(w, x):
+        two = jax.lax.pcast(jnp.float32(number), ("data",), to="varying")
+        factor = two.astype(dtype).astype(BF16)
+        mean = jnp.sum(x * x, axis=-1, keepdims=True) / (512 * factor)
+        h = x * jax.lax.rsqrt(mean + 1e-6)
+        return coat.fp8_dot_general(h, w, (((1,), (0,)), ((), ())))
+
+    shapes = (2048, 1024), (1024, 1024), (2048, 1024)
+    args = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
+    assert kernels_of(of_device(coat.fp8_remat(fn), 1), *args)["norm"] == hits
