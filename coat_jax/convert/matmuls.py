@@ -136,8 +136,8 @@ class Conversion:
         self, eqn: core.JaxprEqn, sources: Sources, choosing: set[core.Var]
     ) -> tuple[list[core.JaxprEqn], list[Matmul]]:
         """Returns a `shard_map` with FP8 matmuls, and its matmuls on one device."""
-        body, matmuls = program_of(eqn), []
-        inner = _sources_within(eqn, sources)
+        body, inner = _within_shard_map(eqn, sources)
+        matmuls: list[Matmul] = []
         results = zip(body.outvars, eqn.outvars, strict=True)
         chosen = {v for v, out in results if _is_var(v) and out in choosing}
 
@@ -218,8 +218,8 @@ class Conversion:
     def _check(self, eqn: core.JaxprEqn, sources: Sources) -> None:
         """Warns of matmuls that stay as they are because they lie in a loop."""
         if _is_convertible(eqn):
-            inner = _sources_within(eqn, sources)
-            for each in program_of(eqn).eqns:
+            body, inner = _within_shard_map(eqn, sources)
+            for each in body.eqns:
                 self._check(each, inner)
             return
         inside = (
@@ -249,12 +249,14 @@ def _sources(program: core.Jaxpr, params: Sources) -> Sources:
     return sources
 
 
-def _sources_within(eqn: core.JaxprEqn, sources: Sources) -> Sources:
-    """Returns the parameters of each variable within a `shard_map`."""
-    body = program_of(eqn)
+def _within_shard_map(
+    eqn: core.JaxprEqn, sources: Sources
+) -> tuple[core.Jaxpr, Sources]:
+    """Returns the program within a `shard_map`, and its variables' parameters."""
+    body = inlined(program_of(eqn), _is_plain_call)
     pairs = zip(body.invars, eqn.invars, strict=True)
     inner = {v: sources[x] for v, x in pairs if _is_var(x) and x in sources}
-    return _sources(body, inner)
+    return body, _sources(body, inner)
 
 
 def _choosing(program: core.Jaxpr, outside: Collection[core.Var] = ()) -> set[core.Var]:

@@ -32,7 +32,8 @@ def arguments():
 def of_rows(params, x):
     """Computes an MLP of a device's rows."""
     rate = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-    return x + jax.nn.gelu(x * rate * params["scale"] @ params["up"]) @ params["down"]
+    h = jax.nn.gelu(x * rate * params["scale"] @ params["up"])
+    return x + jax.jit(jnp.dot)(h, params["down"])
 
 
 def of_columns(params, x):
