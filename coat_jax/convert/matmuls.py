@@ -195,10 +195,7 @@ class Conversion:
         """Lists the matmuls within a loop or another operation that is kept."""
         matmuls = []
         for body in versions.bodies_in_params(outer.params):
-            # Operands of conditions and constants of other bodies come first.
-            pairs = zip(reversed(body.invars), reversed(outer.invars), strict=False)
-            inner = {v: sources[x] for v, x in pairs if _is_var(x) and x in sources}
-            inner = _sources(body, inner)
+            inner = _sources_within(body, outer, sources)
             reason = f"within {outer.primitive.name}"
             for eqn in body.eqns:
                 if _is_matmul(eqn):
@@ -254,9 +251,17 @@ def _within_shard_map(
 ) -> tuple[core.Jaxpr, Sources]:
     """Returns the program within a `shard_map`, and its variables' parameters."""
     body = inlined(program_of(eqn), _is_plain_call)
-    pairs = zip(body.invars, eqn.invars, strict=True)
+    return body, _sources_within(body, eqn, sources)
+
+
+def _sources_within(
+    body: core.Jaxpr, outer: core.JaxprEqn, sources: Sources
+) -> Sources:
+    """Returns the parameters of each variable in a program within an operation."""
+    # Operands of conditions and constants of other bodies come first.
+    pairs = zip(reversed(body.invars), reversed(outer.invars), strict=False)
     inner = {v: sources[x] for v, x in pairs if _is_var(x) and x in sources}
-    return body, _sources(body, inner)
+    return _sources(body, inner)
 
 
 def _choosing(program: core.Jaxpr, outside: Collection[core.Var] = ()) -> set[core.Var]:

@@ -24,8 +24,9 @@ _ATOMS = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisT
 _FIXED = (type, enum.Enum, types.ModuleType, types.CodeType, np.dtype)
 # Other objects of these packages do not change either: meshes and tree structures.
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
-_CHANGING = (jax.Array, np.ndarray, np.generic, nnx.Pytree, nnx.Variable)
-_TRACED = (core.Jaxpr, core.ClosedJaxpr)  # Every trace has another one.
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+# Objects that change, and programs, which are others at each trace.
+_CHANGING = (*_ARRAYS, nnx.Pytree, nnx.Variable, core.Jaxpr, core.ClosedJaxpr)
 
 
 class Neutral:
@@ -67,7 +68,7 @@ def _of(x: Any, depth: int) -> Hashable:
         return x
     if isinstance(x, Neutral):
         return kind
-    if depth == 0 or isinstance(x, _CHANGING + _TRACED):
+    if depth == 0 or isinstance(x, _CHANGING):
         raise _UnknownError
     if kind is types.FunctionType:
         return _of_function(x, depth)

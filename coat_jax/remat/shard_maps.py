@@ -6,7 +6,7 @@ itself. The function around it saves these codes as they are.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -65,25 +65,13 @@ class _WithinShardMaps:
           eqn: The `shard_map`.
           fixed: The variables that follow from parameters alone.
         """
-        is_param = [isinstance(v, core.Literal) or v in fixed for v in eqn.invars]
-        return with_program(eqn, self._light(program_of(eqn), is_param))
-
-    def _light(self, body: core.Jaxpr, is_param: Sequence[bool]) -> Callable:
-        """Returns a program as a function with FP8 residuals."""
-
-        def fn(params, others):
-            values = {True: iter(params), False: iter(others)}
-            args = [next(values[param]) for param in is_param]
-            return core.jaxpr_as_fun(core.ClosedJaxpr(body, ()))(*args)
-
-        light = fp8_function(fn, (0,), self.options)
-
-        def split(*args):
-            pairs = list(zip(args, is_param, strict=True))
-            params = [x for x, param in pairs if param]
-            return light(params, [x for x, param in pairs if not param])
-
-        return split
+        params = [
+            position
+            for position, v in enumerate(eqn.invars)
+            if isinstance(v, core.Literal) or v in fixed
+        ]
+        program = core.jaxpr_as_fun(core.ClosedJaxpr(program_of(eqn), ()))
+        return with_program(eqn, fp8_function(program, params, self.options))
 
 
 def _has_shard_map(eqn: core.JaxprEqn) -> bool:

@@ -87,15 +87,15 @@ def test_gradients_and_saved_bytes(case, axis_type):
     expected = gradients(plain, mesh, *specs)
     assert_near(gradients(coat.fp8_remat(plain), mesh, *specs), expected, 0.06)
 
+    if axis_type is AxisType.Explicit:
+        return  # Arguments without a place on the mesh have other types there.
+
     def sizes(fn):
-        with jax.set_mesh(mesh):
-            residuals = saved(fn, *arguments()) if axis_type is AxisType.Auto else []
-        return [r.nbytes for r in residuals if r.dtype in FP8]
+        return [r.nbytes for r in saved(fn, *arguments()) if r.dtype in FP8]
 
     # The layer itself saves a copy of its input and of what its cosine reads.
     extra = 2 * [DEVICES * ROWS * HIDDEN]
-    if axis_type is AxisType.Auto:
-        assert sorted(sizes(coat.fp8_remat(plain))) == sorted(sizes(within) + extra)
+    assert sorted(sizes(coat.fp8_remat(plain))) == sorted(sizes(within) + extra)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -54,6 +54,13 @@ def by_shards(fn, params, x, dy):
     return np.concatenate(ys), total, np.concatenate(dxs)
 
 
+def assert_near(actual, expected):
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        # Sums over devices have the dtype of the parameters, bfloat16.
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, atol=2.0**-7 * np.max(np.abs(b)))
+
+
 def assert_those_of_shards(apply, params, x, dy):
     """Compares outputs and gradients with each shard's on one device."""
 
@@ -64,10 +71,7 @@ def assert_those_of_shards(apply, params, x, dy):
     specs = P(), P("data"), P("data")
     actual = shard_map(run, specs, (P("data"), P(), P("data")))(params, x, dy)
     expected = by_shards(run, params, x, dy)
-    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
-        # Sums over devices have the dtype of the parameters, bfloat16.
-        a, b = (np.asarray(x, np.float32) for x in (a, b))
-        np.testing.assert_allclose(a, b, atol=2.0**-7 * np.max(np.abs(b)))
+    assert_near(actual, expected)
 
 
 @functools.cache
@@ -140,6 +144,17 @@ def dense(w, x):
     return jax.nn.silu(x @ w["up"]) @ w["down"]
 
 
+def arguments():
+    """Returns the weights of `dots` and `dense`, their input and a gradient."""
+    weights = {
+        "up": normal(1, 256, 512, dtype=jnp.bfloat16) / 16,
+        "down": normal(2, 512, 256, dtype=jnp.bfloat16) / 16,
+        "scale": 1 + normal(3, 256, dtype=jnp.bfloat16) / 8,
+    }
+    x, dy = (normal(seed, 8, 128, 256, dtype=jnp.bfloat16) for seed in (4, 5))
+    return weights, x, dy
+
+
 @pytest.mark.internals
 @pytest.mark.parametrize(
     "apply",
@@ -147,25 +162,14 @@ def dense(w, x):
     ids=["fp8_dot_general", "both", "fp8_remat", "fp8"],
 )
 def test_matmuls_of_other_layers_run_on_each_devices_rows(apply):
-    weights = {
-        "up": normal(1, 256, 512, dtype=jnp.bfloat16) / 16,
-        "down": normal(2, 512, 256, dtype=jnp.bfloat16) / 16,
-        "scale": 1 + normal(3, 256, dtype=jnp.bfloat16) / 8,
-    }
-    x, dy = (normal(seed, 8, 128, 256, dtype=jnp.bfloat16) for seed in (4, 5))
-    assert_those_of_shards(apply, weights, x, dy)
+    assert_those_of_shards(apply, *arguments())
 
 
 @pytest.mark.internals
 @pytest.mark.parametrize("fn", [dots, dense], ids=["fp8", "bf16"])
 def test_weights_that_a_layer_gathers(fn):
     """Devices have parts of weights, and gather them anew in the backward pass."""
-    weights = {
-        "up": normal(1, 256, 512, dtype=jnp.bfloat16) / 16,
-        "down": normal(2, 512, 256, dtype=jnp.bfloat16) / 16,
-        "scale": 1 + normal(3, 256, dtype=jnp.bfloat16) / 8,
-    }
-    x, dy = (normal(seed, 8, 128, 256, dtype=jnp.bfloat16) for seed in (4, 5))
+    weights, x, dy = arguments()
 
     def run(gathered, weights, x, dy):
         @coat.fp8_remat
@@ -183,9 +187,7 @@ def test_weights_that_a_layer_gathers(fn):
     rows = P("data")
     ours = shard_map(split, (rows, rows, rows), (rows, rows, rows))(wide, x, dy)
     expected = by_shards(functools.partial(run, lambda w: w), weights, x, dy)
-    for a, b in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
-        a, b = (np.asarray(x, np.float32) for x in (a, b))
-        np.testing.assert_allclose(a, b, atol=2.0**-7 * np.max(np.abs(b)))
+    assert_near(ours, expected)
 
 
 @pytest.mark.parametrize("recipe", [slow("bf16"), "coat"])

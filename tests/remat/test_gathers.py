@@ -116,17 +116,23 @@ def test_gradients_are_gathers(name):
     fn, count = HITS[name]
     names = [eqn.primitive.name for eqn in rewritten(fn)[1].eqns]
     assert names.count("gather_rows") == count
+    text = assert_same_gradients(name, coat.fp8_remat)
+    assert f"f32[{TOKENS},{WIDTH}] = scatter-add" not in text
+
+
+def assert_same_gradients(name, wrap):
+    """Compares gradients with plain autodiff; returns the program of `wrap(fn)`."""
+    fn, _ = HITS[name]
     x, ids = arguments(1)
 
     def loss(x, fn):
         return jnp.sum(jnp.sin(fn(x, ids)))
 
-    ours = jax.jit(jax.value_and_grad(lambda x: loss(x, coat.fp8_remat(fn))))
+    ours = jax.jit(jax.value_and_grad(lambda x: loss(x, wrap(fn))))
     expected = jax.value_and_grad(loss)(x, fn)
     for a, b in zip(ours(x), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-1 if "back" in name else 1e-5)
-    text = str(jax.make_jaxpr(ours)(x))
-    assert f"f32[{TOKENS},{WIDTH}] = scatter-add" not in text
+    return str(jax.make_jaxpr(ours)(x))
 
 
 @pytest.mark.parametrize("name", MISSES)
@@ -152,17 +158,8 @@ def on_devices(fn, *specs):
 @pytest.mark.internals
 @pytest.mark.parametrize("name", HITS)
 def test_devices_gather_their_own_rows(name):
-    fn, _ = HITS[name]
-    x, ids = arguments(1)
-
-    def loss(x, fn):
-        return jnp.sum(jnp.sin(fn(x, ids)))
-
-    ours = jax.jit(jax.value_and_grad(lambda x: loss(x, of_device(fn))))
-    expected = jax.value_and_grad(loss)(x, fn)
-    for a, b in zip(ours(x), expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-1 if "back" in name else 1e-5)
-    assert not re.search(r"f32[^ ]* = scatter-add", str(jax.make_jaxpr(ours)(x)))
+    text = assert_same_gradients(name, of_device)
+    assert not re.search(r"f32[^ ]* = scatter-add", text)
 
 
 @pytest.mark.internals
