@@ -293,25 +293,40 @@ def vision_language() -> str:
     """Returns the section on a vision-language model."""
     name = "vlm_gpu"
     results = load("vlm", name)
-    rows = {(row["recipe"], row["kind"]): row for row in results["summary"]}
-    first = rows["bf16", "all"]
+    repeated = load("vlm", f"{name}_seeds")
     text = (
         f"**A vision-language model** (`{name}`): a ViT encoder, a projector and "
         f"a Llama decoder, {results['rows'][0]['parameters'] / 1e6:.1f}M parameters, "
         "trained to answer questions about scenes. Right answers in percent to "
-        f"{first['questions']:,} questions about unseen scenes, {first['seeds']} "
-        f"seed{'s' * (first['seeds'] > 1)}, on one {results['device']['name']}; then "
+        f"{_questions_and_seeds(results)}; then "
         "points above `bf16` on the same questions with a 95% interval."
     )
+    again = f"With more seeds (`{name}_seeds`): {_questions_and_seeds(repeated)}."
+    image = markdown_image("Loss while training", "vlm", f"{name}_losses")
+    return section(
+        text, _scene_answers(results), again, _scene_answers(repeated), image
+    )
+
+
+def _questions_and_seeds(results: Mapping[str, Any]) -> str:
+    """Returns what the right answers of a vision-language model are means over."""
+    every = next(row for row in results["summary"] if row["kind"] == ALL)
+    return (
+        f"{every['questions']:,} questions about unseen scenes, {every['seeds']} "
+        f"seeds, on {results['device']['name']}"
+    )
+
+
+def _scene_answers(results: Mapping[str, Any]) -> str:
+    rows = {(row["recipe"], row["kind"]): row for row in results["summary"]}
     shares = {key: row["accuracy_percent"] for key, row in rows.items()}
     points = {
         recipe: (row["difference_points"], row["difference_high_points"])
         for (recipe, kind), row in rows.items()
-        if kind == "all" and recipe != "bf16"
+        if kind == ALL and recipe != "bf16"
     }
     means = {
         recipe: fmean(row["test_loss"] for row in trainings)
         for recipe, trainings in grouped(results["rows"], itemgetter("recipe")).items()
     }
-    image = markdown_image("Loss while training", "vlm", f"{name}_losses")
-    return section(text, _answers(shares, points, means), image)
+    return _answers(shares, points, means)
