@@ -5,7 +5,10 @@ from experiments.common.tables import Column, markdown
 from experiments.pages.sections import markdown_image, section
 from experiments.studies.fidelity.summary import by_shared
 
-_NAMES = [f"fidelity_text_10m_after_{shared}" for shared in (10, 30, 70)]
+_NAMES = [
+    "fidelity_memorize_10m_after_70",
+    *(f"fidelity_text_10m_after_{shared}" for shared in (10, 30, 70)),
+]
 
 
 def fidelity() -> str:
@@ -13,6 +16,7 @@ def fidelity() -> str:
     files = [load("fidelity", name) for name in _NAMES]
     rows, last = by_shared(files), files[-1]
     setup = last["settings"]
+    memorized = files[0]["settings"]
     shape = setup["shape"]
     tokens = setup["steps"] * setup["batch_size"] * setup["seq_len"]
     text = (
@@ -25,7 +29,9 @@ def fidelity() -> str:
         "apart as trainings of other seeds (`again`), if the bit differs early. So "
         "variants go on from `bf16`'s state after a part of the steps, and their "
         "difference is what the rest of the steps costs. The last column has the same "
-        "weights in a forward pass in BF16."
+        "weights in a forward pass in BF16. The first column is of trainings that read "
+        f"{memorized['set_windows'] * memorized['seq_len']:,} bytes again and again in "
+        f"{memorized['steps']:,} steps, and know them by heart at the end."
     )
     titles = [title for title in rows[0] if title != "variant"]
     columns = (

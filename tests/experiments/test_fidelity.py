@@ -71,14 +71,18 @@ def test_variants_are_compared_with_their_own_reference():
         variants.chosen("coat,coat")
 
 
-def test_a_table_has_a_column_for_each_part_of_shared_steps():
-    def results(shared, runs):
+def test_a_table_has_a_column_for_each_regime_and_part_of_shared_steps():
+    def results(shared, runs, regime="text"):
         rows = [_run(name, seed, loss) for name, seed, loss in runs]
-        return {"settings": {"shared": shared}, "summary": summary.differences(rows)}
+        settings = {"settings": {"shared": shared}, "regime": regime}
+        return settings | {"summary": summary.differences(rows)}
 
     first = [("bf16", 0, 1.0), ("coat", 0, 1.01), ("bf16", 1, 2.0), ("coat", 1, 2.06)]
-    files = [results(0.1, first), results(0.7, [*first, ("te", 0, 1.05)])]
+    memorized = [("bf16", 0, 1e-3), ("coat", 0, 2e-3)]
+    files = [results(0.7, memorized, "memorize")]
+    files += [results(0.1, first), results(0.7, [*first, ("te", 0, 1.05)])]
     te, coat_row = summary.by_shared(files)
+    assert coat_row["memorized, after 70%"] == "+100.000 ± nan"
     assert (te["variant"], te["after 10%"]) == ("te", None)
     assert te["after 70%"] == "+5.000 ± nan"
     # Student's t is 12.706 for two seeds, and the deviation is the root of two.

@@ -132,21 +132,20 @@ def lines(summary: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def by_shared(files: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each variant of the last file, with differences in percent.
+    """Returns a row for each variant, with differences in percent.
 
     Args:
-      files: The contents of results files, by the part of the steps that variants share
-        with their reference.
+      files: The contents of results files of trainings that share a part of the steps
+        with their reference. The last one has all variants.
 
     Returns:
       Rows with the variant, what differs, and by "after 10%" and so on the averaged
-      weights' difference with its interval, as text. The last entry is of the same
-      weights in a forward pass in BF16. Where a file has no trainings it is None.
+      weights' difference with its interval, as text. The last entry is of the last
+      file's weights in a forward pass in BF16. Where a file has no trainings it is
+      None.
     """
     losses = {
-        f"after {results['settings']['shared']:.0%}": {
-            line["variant"]: line for line in lines(results["summary"])
-        }
+        _column(results): {line["variant"]: line for line in lines(results["summary"])}
         for results in files
     }
     last = list(losses)[-1]
@@ -162,6 +161,11 @@ def by_shared(files: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         | {f"{last}, in BF16": text(line, "average_in_bf16")}
         for name, line in losses[last].items()
     ]
+
+
+def _column(results: Mapping[str, Any]) -> str:
+    after = f"after {results['settings']['shared']:.0%}"
+    return after if results["regime"] == "text" else f"memorized, {after}"
 
 
 def table(summary: Sequence[Row], title: str, unit: str) -> Table:
