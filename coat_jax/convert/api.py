@@ -12,6 +12,7 @@ from coat_jax.convert.matmuls import OF_FUNCTION, Conversion
 from coat_jax.convert.objects import object_model
 from coat_jax.convert.record import ModelRecord
 from coat_jax.convert.rules import Rule, Rules, chooser
+from coat_jax.fusion.attention import attention
 from coat_jax.fusion.fuse import fusion
 from coat_jax.fusion.gathers import gathers
 from coat_jax.quantization.formats import E4M3, Format
@@ -100,7 +101,7 @@ def fp8[ModelRecord](
         policy=policy,
         key=None,
         rerun_attention=rerun_attention,
-        rewrites=(gathers, fusion(format, group, where, None)),
+        rewrites=(gathers, attention, fusion(format, group, where, None)),
     )
     options = with_shard_maps(options)
     rules = Rules(blocks=blocks, matmuls=matmuls)

@@ -192,7 +192,7 @@ def cached_attention(
 def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_SCORES):
     if scores.window is not None and scores.window >= q.shape[1]:
         scores, masks = dataclasses.replace(scores, window=None), (masks[0], None)
-    in_cudnn = _has_flash_attention(q) and scores.softcap is None
+    in_cudnn = has_flash_attention(q) and scores.softcap is None
     # cuDNN's attention computes all that a mask hides.
     if devices.has_hopper() and not (in_cudnn and _skips(scores, *masks)):
         options = {"scale": scores.scale, "softcap": scores.softcap, "causal": causal}
@@ -352,8 +352,35 @@ def _mask(
     return functools.reduce(operator.and_, masks) if masks else None
 
 
-def _has_flash_attention(q: Array) -> bool:
-    # cuDNN's kernel has a backward pass only for these shapes and dtypes.
+def flash_attention(
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b t m d"],
+    v: Float[Array, "b t m d"],
+    *,
+    mask: Bool[Array, "#b #n s t"] | None,
+    scale: float,
+    causal: bool,
+) -> Float[Array, "b s n d"]:
+    """Computes attention with cuDNN, where `has_flash_attention(q)` is true.
+
+    Args:
+      q: Queries.
+      k: Keys; m divides n.
+      v: Values.
+      mask: True for each key that counts; None means all.
+      scale: The factor on products.
+      causal: Whether later positions are masked, too.
+    """
+    if stand_ins.active.get():
+        return stand_ins.attention(q, k, v)
+    q, k, v, mask = array_types.varying_alike((q, k, v, mask))
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, scale=scale, is_causal=causal, implementation="cudnn"
+    )
+
+
+def has_flash_attention(q: Array) -> bool:
+    """Returns whether cuDNN has a kernel for queries [b, s, n, d], and its gradient."""
     _, length, _, head_dim = q.shape
     return (
         (stand_ins.active.get() or devices.has_gpu())

@@ -43,6 +43,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
+from coat_jax.fusion.attention import attention
 from coat_jax.fusion.fuse import fusion
 from coat_jax.fusion.gathers import gathers
 from coat_jax.quantization.formats import E4M3, Format
@@ -168,7 +169,7 @@ def fp8_remat[Target](
         policy=policy,
         key=key,
         rerun_attention=rerun_attention,
-        rewrites=(gathers, fusion(format, group, where, key)),
+        rewrites=(gathers, attention, fusion(format, group, where, key)),
     )
     options = with_shard_maps(options)
     try:

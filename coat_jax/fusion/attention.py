@@ -1,0 +1,381 @@
+"""Softmax attention that a program writes out, computed by flash attention.
+
+Many models multiply queries and keys, mask the scores, take the softmax and multiply by
+the values. The scores and the probabilities have a number for each pair of positions,
+which XLA writes to memory several times. cuDNN's flash attention computes the same
+function without them.
+
+A match starts at the product with the values, and goes back to the product of queries
+and keys. The axes of that product have labels, which are followed through transposes
+and reshapes: so any order of axes is found, and any way to group heads. Whatever is not
+known in between, such as dropout, a soft cap, or a mask that may have a gradient, keeps
+the program as it is. So does anything else that reads the scores or the probabilities.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from coat_jax.fusion.algebra import before_casts
+from coat_jax.fusion.axes import MOVES, Axis, MismatchError, Sizes
+from coat_jax.fusion.masks import Mask
+from coat_jax.fusion.operation import traced
+from coat_jax.fusion.softmax import Softmax
+from coat_jax.layers.attention import flash_attention, has_flash_attention
+from coat_jax.programs.graph import Graph, deduplicated, inlined, is_plain_call
+from coat_jax.programs.primitives import Operand, all_eqns
+from pallas_kernels.dispatch import array_types, devices, stand_ins
+
+# The label of the features of heads; others are axes of the scores.
+_FEATURES = -1
+
+
+def attention(
+    program: core.Jaxpr, keys: Sequence[Any], is_param: Sequence[bool]
+) -> core.Jaxpr:
+    """Returns a program in which flash attention computes softmax attention."""
+    del keys, is_param
+    names = {eqn.primitive.name for eqn in all_eqns(program.eqns)}
+    if not (_has_kernel() and names.issuperset({"dot_general", "exp", "reduce_max"})):
+        return program
+    inline = deduplicated(inlined(program, is_plain_call))
+    graph = Graph(inline)
+    replaced: dict[int, Sequence[core.JaxprEqn]] = {}
+    for match in filter(None, (_match(eqn, graph) for eqn in inline.eqns)):
+        replaced |= dict.fromkeys(map(id, match.eqns), ())
+        replaced[id(match.eqns[-1])] = match.traced()
+    if not replaced:
+        return program
+    eqns = [new for eqn in inline.eqns for new in replaced.get(id(eqn), [eqn])]
+    return inline.replace(eqns=eqns)
+
+
+def _has_kernel() -> bool:
+    """Returns whether cuDNN's attention runs, or programs are traced as if it did.
+
+    Kernels of Hopper GPUs can be compiled without a GPU, and cuDNN's cannot.
+    """
+    is_here = jax.default_backend() == "gpu" and devices.has_hopper()
+    return stand_ins.active.get() or is_here
+
+
+class _Product:
+    """The axes of a product of queries and keys, or of probabilities and values.
+
+    Attributes:
+      contracted: The axis of each operand that the product is a sum over.
+      batch: The axes of each operand that they have in common, in their order.
+      free: The other axes of each operand.
+    """
+
+    def __init__(self, eqn: core.JaxprEqn):
+        contracted, self.batch = eqn.params["dimension_numbers"]
+        if len(contracted[0]) != 1:
+            raise MismatchError
+        self.contracted = [int(axes[0]) for axes in contracted]
+        self.free = [
+            [i for i in range(v.aval.ndim) if i != at and i not in batch]
+            for v, at, batch in zip(
+                eqn.invars, self.contracted, self.batch, strict=True
+            )
+        ]
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Attention:
+    """Softmax attention in a program.
+
+    Labels are the axes of the product of queries and keys, and one more for the
+    features of a head. Axes of one element have none.
+
+    Attributes:
+      operands: The variables of queries, keys and values.
+      axes: The labels of the axes of each.
+      sizes: The size of each label.
+      query: The label of the positions of queries.
+      key: The label of the positions of keys.
+      batch: The labels of sequences.
+      heads: The labels of key heads.
+      groups: The labels of the query heads of a key head.
+      scale: The factor on products.
+      masks: The masks.
+      result_axes: The labels of the result's axes.
+      eqns: The operations that it replaces, the product with the values last.
+    """
+
+    operands: Sequence[core.Var]
+    axes: Sequence[Sequence[Axis]]
+    sizes: Sizes
+    query: int
+    key: int
+    batch: list[int]
+    heads: list[int]
+    groups: list[int]
+    scale: float
+    masks: list[Mask]
+    result_axes: Sequence[Axis]
+    eqns: Sequence[core.JaxprEqn]
+
+    def traced(self) -> list[core.JaxprEqn]:
+        """Returns the operations of flash attention."""
+        # Queries that attend to no key take the mean over all keys. With other masks it
+        # would be the mean over earlier ones.
+        causal = len(self.masks) == 1 and self.masks[0].is_causal(self.query, self.key)
+        masks = [] if causal else self.masks
+        (result,) = self.eqns[-1].outvars
+        options = {"scale": self.scale, "causal": causal}
+
+        def computed(q, k, v, *of_masks):
+            mask = None
+            for each, array in zip(masks, of_masks, strict=True):
+                placed = self._placed(each, array)
+                mask = placed if mask is None else mask & placed
+            arrays = zip((q, k, v), self.axes, self._forms, strict=True)
+            q, k, v = (
+                _arranged(x.astype(self.dtype), axes, form, self.sizes)
+                for x, axes, form in arrays
+            )
+            y = flash_attention(q, k, v, mask=mask, **options)
+            axes = [tuple(axis) for axis in self._forms[0]]
+            # An axis of the result may be several ones of y, in another order.
+            y = _arranged(y, axes, self.result_axes, self.sizes)
+            return [y.reshape(result.aval.shape).astype(result.aval.dtype)]
+
+        operands = [*self.operands, *(mask.array for mask in masks)]
+        return traced(computed, operands, [result], like=self.eqns[-1])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of queries, keys and values."""
+        return self.operands[0].aval.dtype
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of queries, keys and values for flash attention."""
+        return [
+            tuple(math.prod(self.sizes[label] for label in axis) for axis in form)
+            for form in self._forms
+        ]
+
+    @property
+    def _forms(self) -> list[list[list[int]]]:
+        """The labels of the axes of queries, keys and values for flash attention."""
+        queries = [self.batch, [self.query], [*self.heads, *self.groups], [_FEATURES]]
+        keys = [self.batch, [self.key], self.heads, [_FEATURES]]
+        return [queries, keys, keys]
+
+    def _placed(self, mask: Mask, array: jax.Array) -> jax.Array:
+        """Returns a mask [batch, heads, queries, keys], 1 for batch or heads alike."""
+        present = mask.labels
+        form = [self.batch, [*self.heads, *self.groups], [self.query], [self.key]]
+        order = [label for axis in form for label in axis]
+        array = array.reshape([self.sizes[label] for label in present])
+        array = array.transpose([present.index(x) for x in order if x in present])
+        array = array.reshape([self.sizes[x] if x in present else 1 for x in order])
+        # Positions always have all their elements, others all or one.
+        complete = {*present, self.query, self.key}
+        full = [not complete.isdisjoint(axis) for axis in form]
+        shape = [
+            [self.sizes[x] if is_full else 1 for x in axis]
+            for axis, is_full in zip(form, full, strict=True)
+        ]
+        array = jnp.broadcast_to(array, [n for axis in shape for n in axis])
+        array = array.reshape([math.prod(axis) for axis in shape])
+        return ~array if mask.negated else array
+
+
+def _arranged(
+    x: jax.Array,
+    axes: Sequence[Axis],
+    form: Sequence[Sequence[int]],
+    sizes: Sizes,
+) -> jax.Array:
+    """Returns an array with its axes in the order and the groups of `form`."""
+    labels = [label for axis in axes for label in axis]
+    x = x.reshape([sizes[label] for label in labels])
+    x = x.transpose([labels.index(label) for axis in form for label in axis])
+    return x.reshape([math.prod(sizes[label] for label in axis) for axis in form])
+
+
+def _match(last: core.JaxprEqn, graph: Graph) -> _Attention | None:
+    """Returns the attention that ends with the product `last`, or None."""
+    if last.primitive.name != "dot_general":
+        return None
+    sizes = [n for v in (*last.invars, *last.outvars) for n in v.aval.shape]
+    if not all(isinstance(n, int) for n in sizes):
+        return None
+    for side in (0, 1):
+        try:
+            match = _around(Softmax(graph, last, side), last, side, graph)
+            _check(match, graph)
+        except MismatchError:
+            continue
+        return match
+    return None
+
+
+def _around(
+    softmax: Softmax, last: core.JaxprEqn, side: int, graph: Graph
+) -> _Attention:
+    """Returns the attention around a softmax; see `_match`.
+
+    Raises:
+      MismatchError: If its axes are no axes of attention.
+    """
+    first = softmax.first
+    product, shape = _Product(first), first.outvars[0].aval.shape
+    sizes = {label: n for label, n in enumerate(shape) if n != 1}
+    sizes[_FEATURES] = first.invars[0].aval.shape[product.contracted[0]]
+    axes, scale, masks = softmax.scores(sizes)
+    key = axes[softmax.axis]
+    labels = [_operand_axes(product, which, sizes) for which in (0, 1)]
+    free = [_free(product, labels, which) for which in (0, 1)]
+    if tuple(free[0]) == key:
+        of_queries, of_keys = 1, 0
+    elif tuple(free[1]) == key:
+        of_queries, of_keys = 0, 1
+    else:
+        raise MismatchError
+    if len(key) != 1 or not 0 < scale < math.inf:
+        raise MismatchError
+    batch = [label for label in range(len(product.batch[0])) if label in sizes]
+    query = _query(free[of_queries], masks, sizes)
+    heads = _heads(batch, masks, has_groups=len(free[of_queries]) > 1)
+    axes = softmax.probabilities(axes, sizes)
+    groups = (batch, free[of_queries], key[0])
+    values, result_axes = _values(_Product(last), side, axes, groups)
+    if last.invars[1 - side].aval.shape[values.index((_FEATURES,))] != sizes[_FEATURES]:
+        raise MismatchError
+    operands = first.invars[of_queries], first.invars[of_keys], last.invars[1 - side]
+    return _Attention(
+        operands=[_narrow(v, graph) for v in operands],
+        axes=[labels[of_queries], labels[of_keys], values],
+        sizes=sizes,
+        query=query,
+        key=key[0],
+        batch=[label for label in batch if label not in heads],
+        heads=heads,
+        groups=[label for label in free[of_queries] if label != query],
+        scale=scale,
+        masks=masks,
+        result_axes=result_axes,
+        eqns=[*softmax.eqns, last],
+    )
+
+
+def _check(match: _Attention, graph: Graph) -> None:
+    """Raises MismatchError where flash attention does not run, or does not help."""
+    result = match.eqns[-1].outvars[0]
+    # cuDNN's kernel runs on some shardings alone, which the program does not tell.
+    meshes = [v.aval.sharding.mesh for v in (*match.operands, result)]
+    if not (devices.is_alone() or all(map(array_types.is_manual, meshes))):
+        raise MismatchError
+    if len({v.aval.dtype for v in match.operands}) > 1:
+        raise MismatchError
+    q, k, _ = (jax.ShapeDtypeStruct(shape, match.dtype) for shape in match.shapes)
+    if not (has_flash_attention(q) and has_flash_attention(k)):
+        raise MismatchError
+    if not _is_narrow(result, match.dtype, graph):
+        raise MismatchError
+    # A mask of sequences and heads is as large as the scores.
+    masked = {label for mask in match.masks for label in mask.labels}
+    of_heads = masked.intersection([*match.heads, *match.groups])
+    if of_heads and not masked.isdisjoint(match.batch):
+        raise MismatchError
+
+
+def _is_narrow(result: core.Var, dtype: Any, graph: Graph) -> bool:
+    """Returns whether a result has a dtype, or is only moved and cast to it."""
+    while result.aval.dtype != dtype:
+        readers = graph.readers[result]
+        if len(readers) != 1 or readers[0] is graph.program:
+            return False
+        (reader,) = readers
+        if reader.primitive.name not in MOVES or len(reader.outvars) > 1:
+            return False
+        (result,) = reader.outvars
+    return True
+
+
+def _narrow(operand: Operand, graph: Graph) -> core.Var:
+    """Returns a variable before casts to wider dtypes."""
+    if not isinstance(operand, core.Var):
+        raise MismatchError
+    return before_casts(operand, graph, (jnp.dtype(jnp.bfloat16),))
+
+
+def _operand_axes(product: _Product, which: int, sizes: Sizes) -> list[Axis]:
+    """Returns the labels of the axes of queries or keys."""
+    before_free = len(product.batch[0]) + which * len(product.free[0])
+    labels = dict.fromkeys([product.contracted[which]], _FEATURES)
+    labels |= {int(axis): label for label, axis in enumerate(product.batch[which])}
+    labels |= {axis: before_free + i for i, axis in enumerate(product.free[which])}
+    return [(labels[i],) if labels[i] in sizes else () for i in range(len(labels))]
+
+
+def _free(product: _Product, axes: Sequence[Sequence[Axis]], which: int) -> list[int]:
+    """Returns the labels that queries or keys do not share."""
+    return [label for axis in product.free[which] for label in axes[which][axis]]
+
+
+def _query(free: Sequence[int], masks: Sequence[Mask], sizes: Sizes) -> int:
+    """Returns the label of the positions of queries, and not of their heads.
+
+    It is the one that masks tell apart, or the longest one. Attention is the same for
+    any choice where no mask does.
+    """
+    masked = {label for mask in masks for label in mask.labels}
+    candidates = [label for label in free if label in masked] or free
+    if not candidates or (masked.intersection(free) and len(candidates) > 1):
+        raise MismatchError
+    return max(candidates, key=sizes.__getitem__)
+
+
+def _heads(batch: Sequence[int], masks: Sequence[Mask], has_groups: bool) -> list[int]:
+    """Returns the label among `batch` of key heads, if there is one.
+
+    Masks have an axis of sequences more often than one of heads.
+    """
+    if has_groups and len(batch) < 2:
+        return []
+    masked = {label for mask in masks for label in mask.labels}
+    unmasked = [label for label in batch if label not in masked]
+    return list((unmasked or batch)[-1:])
+
+
+def _values(
+    product: _Product,
+    side: int,
+    axes: Sequence[Axis],
+    groups: tuple[Sequence[int], Sequence[int], int],
+) -> tuple[list[Axis], list[Axis]]:
+    """Returns the labels of the axes of the values, and of the result.
+
+    Args:
+      product: The product of probabilities and values.
+      side: The place of the probabilities among its operands.
+      axes: The labels of their axes.
+      groups: The labels that queries and keys share, the other labels of queries, and
+        the label of the positions of keys.
+
+    Raises:
+      MismatchError: If the values do not share these labels alike.
+    """
+    batch, free, key = groups
+    if axes[product.contracted[side]] != (key,) or len(product.free[1 - side]) != 1:
+        raise MismatchError
+    shared = [axes[i] for i in product.batch[side]]
+    of_queries = [axes[i] for i in product.free[side]]
+    for group, labels in ((shared, batch), (of_queries, free)):
+        if sorted(label for axis in group for label in axis) != sorted(labels):
+            raise MismatchError
+    values = dict(zip(map(int, product.batch[1 - side]), shared, strict=True))
+    (features,) = product.free[1 - side]
+    values |= {product.contracted[1 - side]: (key,), features: (_FEATURES,)}
+    result = [of_queries, [(_FEATURES,)]][:: 1 if side == 0 else -1]
+    return [values[i] for i in range(len(values))], [*shared, *result[0], *result[1]]
