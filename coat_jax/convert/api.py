@@ -44,6 +44,7 @@ def fp8[ModelRecord](
     `coat.fp8_report` lists the matmuls of the blocks, and why some stay as they are. A
     block in which no matmul is converted gives one warning. Blocks may lie in any
     container and attribute, and may be called by any method that takes arrays.
+    Attention that a block writes out runs in flash attention, as under `fp8_remat`.
 
     Args:
       model: A Linen or NNX module; a callable pytree, such as an Equinox module, of

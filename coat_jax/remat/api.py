@@ -73,10 +73,13 @@ def fp8_remat[Target](
 ) -> Target:
     """Lets the backward pass of a function or Flax module read FP8 residuals.
 
-    The forward program is unchanged, but for matmuls of `fp8_dot_general`. All matmuls
-    that read one array are merged and quantize it once, with a scale for each token.
-    The gate of a gated MLP between them is one kernel, and so is a norm before them,
-    unless it has a derivative rule of its own. No option below changes that. The
+    The forward program is unchanged, but for matmuls of `fp8_dot_general` and for
+    softmax attention. All matmuls that read one array are merged and quantize it once,
+    with a scale for each token. The gate of a gated MLP between them is one kernel, and
+    so is a norm before them, unless it has a derivative rule of its own. On one Hopper
+    GPU cuDNN's flash attention computes attention in BF16 that the program writes out,
+    with masks of booleans alone, if nothing else reads its scores and probabilities.
+    No option below changes that. The
     activations that autodiff saves take a tenth to a third of the bytes. The docstring
     of this module lists the format of each residual; `coat.residual_report` lists all
     saved arrays.
@@ -133,8 +136,8 @@ def fp8_remat[Target](
       rerun_attention: True saves FP8 copies of queries, keys and values, and flash
         attention runs again on them in the backward pass. By default they, its output
         and its statistics are saved as they are, in two to four times the bytes.
-        Attention of plain JAX, which saves no statistics, does not change. Attention
-        in a loop or a branch of the function is saved as it is: call `fp8_remat` on the
+        Where XLA computes attention, which saves no statistics, nothing changes.
+        Attention in a loop or a branch of the function is saved as it is: call `fp8_remat` on the
         loop's body.
 
     Returns:

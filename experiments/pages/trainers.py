@@ -28,7 +28,7 @@ def steps() -> str:
         f"{row['batch']} a GPU, sequence {row['seq']:,}). On two GPUs `jit` spreads "
         "each parameter along its largest axis. `bf16` has each layer under "
         "`jax.checkpoint`; both cases in BF16 train with `optax.adamw` and float32 "
-        "moments, and `ours` with `coat.fp8` of the model and `coat.fp8_adamw`. The "
-        "attention of tunix computes all scores in float32."
+        "moments, and `ours` with `coat.fp8` of the model and `coat.fp8_adamw`. tunix "
+        "writes its attention out, and `ours` runs flash attention in its place."
     )
     return section(text, markdown(columns, rows))

@@ -1,0 +1,466 @@
+"""Tests of softmax attention that a program writes out, and of near misses.
+
+The rewritten programs run JAX's attention in place of cuDNN's, and are compared with
+the programs as they were written.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+import coat_jax as coat
+from coat_jax.fusion import attention as rewriting
+from pallas_kernels.dispatch import operations, stand_ins
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+B, T, N, K, D = 3, 16, 4, 2, 8
+SCALE = D**-0.5
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The mask's shape and whether it is causal, of each call of flash attention."""
+    calls = []
+
+    def flash_attention(q, k, v, *, mask, scale, causal):
+        assert q.shape in ((B, T, N, D), (N, T, B, D))
+        calls.append((mask is not None and mask.shape, causal))
+        options = {"mask": mask, "scale": scale, "is_causal": causal}
+        return jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
+
+    monkeypatch.setattr(rewriting, "_has_kernel", lambda: True)
+    monkeypatch.setattr(rewriting, "flash_attention", flash_attention)
+    is_narrow = lambda q: q.dtype == BF16  # noqa: E731
+    monkeypatch.setattr(rewriting, "has_flash_attention", is_narrow)
+    return calls
+
+
+def arguments(heads=N):
+    """Returns queries, keys, values, and a mask that shows each query its own key."""
+    rng = np.random.default_rng(0)
+    shapes = [(B, T, n, D) for n in (N, heads, heads)]
+    arrays = [jnp.asarray(rng.normal(size=shape), BF16) for shape in shapes]
+    return *arrays, jnp.asarray(rng.random((B, T, T)) > 0.3) | jnp.eye(T, dtype=bool)
+
+
+def scores(q, k, dtype=None):
+    return jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=dtype)
+
+
+def mixed(p, v):
+    return jnp.einsum("bhts,bshd->bthd", p.astype(v.dtype), v)
+
+
+def softmax(s):
+    return jax.nn.softmax(s, axis=-1)
+
+
+def usual(q, k, v, mask):
+    return mixed(softmax(jnp.where(mask[:, None], scores(q, k) * SCALE, -1e9)), v)
+
+
+def tril(size=T, offset=0):
+    return jnp.tril(jnp.ones((size, size), bool), offset)
+
+
+def in_float32(q, k, v, mask):
+    s = scores(q, k, F32) / math.sqrt(D)
+    return mixed(softmax(jnp.where(mask[:, None], s, jnp.finfo(F32).min)), v)
+
+
+def of_wide_operands(q, k, v, mask):
+    q, k, v = (x.astype(F32) for x in (q, k, v))
+    return usual(q, k, v, mask).astype(BF16)
+
+
+def with_wide_result(q, k, v, mask):
+    p = softmax(jnp.where(mask[:, None], scores(q, k) * SCALE, -1e9))
+    y = jnp.einsum("bhts,bshd->bhtd", p, v, preferred_element_type=F32)
+    return y.transpose(0, 2, 1, 3).astype(BF16)
+
+
+def heads_first(q, k, v, mask):
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    s = (q @ k.swapaxes(-1, -2)).astype(F32) / jnp.sqrt(D)
+    p = softmax(jnp.where(mask[:, None], s, -jnp.inf)).astype(BF16)
+    return (p @ v).transpose(0, 2, 1, 3)
+
+
+def sequence_first(q, k, v, mask):
+    q, k, v = (x.transpose(1, 0, 2, 3) for x in (q, k, v))
+    s = jnp.einsum("tbhd,sbhd->bhts", q, k) * SCALE
+    p = softmax(jnp.where(mask[:, None], s, -1e9))
+    return jnp.einsum("bhts,sbhd->tbhd", p, v).transpose(1, 0, 2, 3)
+
+
+def keys_first(q, k, v, mask):
+    s = jnp.einsum("bshd,bthd->bhst", k, q) * SCALE
+    s = jnp.where(mask.swapaxes(1, 2)[:, None], s, -1e9)
+    return jnp.einsum("bhst,bshd->bthd", jax.nn.softmax(s, axis=-2), v)
+
+
+def mapped(q, k, v, mask):
+    def of_head(q, k, v, mask):
+        return softmax(jnp.where(mask, q @ k.T * SCALE, -1e9)) @ v
+
+    return jax.vmap(jax.vmap(of_head, (1, 1, 1, None), 1))(q, k, v, mask)
+
+
+def by_hand(q, k, v, mask):
+    s = jnp.where(mask[:, None], scores(q, k).astype(F32) * SCALE, -1e9)
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    return mixed(e / e.sum(-1, keepdims=True), v)
+
+
+def added_mask(q, k, v, mask):
+    bias = jnp.where(mask[:, None], 0.0, -1e9).astype(BF16)
+    return mixed(softmax((scores(q, k) * SCALE + bias).astype(F32)), v)
+
+
+def inverted_mask(q, k, v, mask):
+    return mixed(softmax(jnp.where(~mask[:, None], -1e10, scores(q, k, F32))), v)
+
+
+def two_masks(q, k, v, mask):
+    s = jnp.where(tril(), scores(q, k) * SCALE, -1e9)
+    return mixed(softmax(jnp.where(mask[:, None], s, -1e9)), v)
+
+
+def union_of_masks(q, k, v, mask):
+    return usual(q, k, v, ~(~mask & ~tril()))
+
+
+def own_heads_mask(q, k, v, mask):
+    heads = jnp.arange(N)[:, None, None] < jnp.arange(T) + 1
+    s = jnp.where(heads, scores(q, k) * SCALE, -1e9)
+    return mixed(softmax(s), v)
+
+
+def unmasked(q, k, v, mask):
+    return mixed(softmax(scores(q * SCALE, k)), v)
+
+
+def causal(q, k, v, mask):
+    return usual(q, k, v, tril()[None])
+
+
+def causal_by_positions(q, k, v, mask):
+    at = jnp.arange(T)
+    return in_float32(q, k, v, (at[:, None] >= at)[None])
+
+
+def upper(q, k, v, mask):
+    return usual(q, k, v, tril().T[None])
+
+
+def window(q, k, v, mask):
+    return usual(q, k, v, (tril() & ~tril(offset=-4))[None])
+
+
+def of_linen(q, k, v, mask):
+    return nn.dot_product_attention(q, k, v, mask=mask[:, None])
+
+
+def of_linen_causal(q, k, v, mask):
+    return nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(q[..., 0, 0]))
+
+
+def of_nnx(q, k, v, mask):
+    return nnx.dot_product_attention(q, k, v, mask=mask[:, None])
+
+
+def of_jax(q, k, v, mask):
+    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+
+
+def of_jax_causal(q, k, v, mask):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def of_jax_unmasked(q, k, v, mask):
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+def in_groups(q, k, v, mask):
+    groups = q.reshape(B, T, K, N // K, D)
+    s = jnp.einsum("btkgd,bskd->bkgts", groups, k) * SCALE
+    p = softmax(jnp.where(mask[:, None, None], s, -1e9))
+    return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, N, D)
+
+
+def in_merged_groups(q, k, v, mask):
+    groups = q.reshape(B, T, K, N // K, D)
+    s = jnp.einsum("btkgd,bskd->bkgts", groups, k).reshape(B, N, T, T) * SCALE
+    p = softmax(jnp.where(mask[:, None], s, -1e9).astype(F32)).astype(BF16)
+    p = p.reshape(B, K, N // K, T, T)
+    return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, N, D)
+
+
+def of_one_key_head(q, k, v, mask):
+    s = jnp.einsum("bthd,bsd->bhts", q, k[:, :, 0]) * SCALE
+    p = softmax(jnp.where(mask[:, None], s, -1e9))
+    return jnp.einsum("bhts,bsd->bthd", p, v[:, :, 0])
+
+
+MASKED, CAUSAL, BARE = ((B, 1, T, T), False), (False, True), (False, False)
+SHARED = ((1, 1, T, T), False)
+HITS = {
+    **dict.fromkeys(
+        (
+            usual, in_float32, of_wide_operands, with_wide_result, heads_first,
+            sequence_first, keys_first, mapped, by_hand, added_mask, inverted_mask,
+            two_masks, union_of_masks, of_linen, of_nnx, of_jax,
+        ),
+        MASKED,
+    ),
+    **dict.fromkeys(
+        (causal, causal_by_positions, of_linen_causal, of_jax_causal), CAUSAL
+    ),
+    **dict.fromkeys((unmasked, of_jax_unmasked), BARE),
+    **dict.fromkeys((upper, window), SHARED),
+    own_heads_mask: ((N, 1, T, T), False),  # Heads are sequences there.
+}  # fmt: skip
+GROUPED = dict.fromkeys((in_groups, in_merged_groups, of_one_key_head, of_jax), MASKED)
+GROUPED[of_jax_causal] = CAUSAL
+
+
+def dropout(q, k, v, mask):
+    p = softmax(scores(q, k))
+    kept = jax.random.bernoulli(jax.random.key(0), 0.9, p.shape)
+    return mixed(jnp.where(kept, p / 0.9, 0), v)
+
+
+def soft_cap(q, k, v, mask):
+    return mixed(softmax(5 * jnp.tanh(scores(q, k) / 5)), v)
+
+
+def bias(q, k, v, mask):
+    return mixed(softmax(scores(q, k) + jnp.arange(T, dtype=BF16)), v)
+
+
+def bias_with_gradient(q, k, v, mask):
+    return mixed(softmax(scores(q, k) - 1e9 * (1 - mask[:, None] * q[0, 0, 0, 0])), v)
+
+
+def scale_with_gradient(q, k, v, mask):
+    return mixed(softmax(scores(q, k) * q[0, 0, 0, 0]), v)
+
+
+def negative_scale(q, k, v, mask):
+    return mixed(softmax(scores(q, k) * -SCALE), v)
+
+
+def scale_of_masked(q, k, v, mask):
+    return mixed(softmax(jnp.where(mask[:, None], scores(q, k), -1e9) * SCALE), v)
+
+
+def small_mask(q, k, v, mask):
+    return mixed(softmax(jnp.where(mask[:, None], scores(q, k), -5.0)), v)
+
+
+def returned_probabilities(q, k, v, mask):
+    p = softmax(scores(q, k))
+    return mixed(p, v), p
+
+
+def read_scores(q, k, v, mask):
+    s = scores(q, k)
+    return mixed(softmax(s), v) + s.mean()
+
+
+def masked_probabilities(q, k, v, mask):
+    return mixed(softmax(scores(q, k)) * mask[:, None], v)
+
+
+def over_queries(q, k, v, mask):
+    return mixed(jax.nn.softmax(scores(q, k), axis=-2), v)
+
+
+def over_heads(q, k, v, mask):
+    return mixed(jax.nn.softmax(scores(q, k), axis=1), v)
+
+
+def sum_of_columns(q, k, v, mask):
+    s = scores(q, k)
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    return mixed(e / e.sum(-1)[:, :, None], v)
+
+
+def maximum_of_columns(q, k, v, mask):
+    s = scores(q, k)
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-2, keepdims=True)))
+    return mixed(e / e.sum(-1, keepdims=True), v)
+
+
+def constant_scores(q, k, v, mask):
+    return mixed(softmax(jax.lax.stop_gradient(scores(q, k))), v)
+
+
+def rounded_scores(q, k, v, mask):
+    s = scores(q, k).astype(jnp.float8_e4m3fn).astype(BF16)
+    return mixed(softmax(s), v)
+
+
+def whole_scores(q, k, v, mask):
+    return mixed(softmax(scores(q, k).astype(jnp.int32).astype(F32)), v)
+
+
+def transposed_probabilities(q, k, v, mask):
+    return jnp.einsum("bhst,bshd->bthd", softmax(scores(q, k)), v)
+
+
+def other_heads(q, k, v, mask):
+    return jnp.einsum("bhts,bsgd->bthd", softmax(scores(q, k)), v)
+
+
+def narrow_values(q, k, v, mask):
+    return mixed(softmax(scores(q, k)), v[..., :4])
+
+
+def wide(q, k, v, mask):
+    return usual(*(x.astype(F32) for x in (q, k, v)), mask)
+
+
+def wide_products(q, k, v, mask):
+    p = softmax(scores(q, k))
+    return jnp.einsum("bhts,bshd->bthd", p, v, preferred_element_type=F32)
+
+
+def mask_as_large_as_scores(q, k, v, mask):
+    heads = jnp.arange(N)[:, None, None] < mask.sum()
+    return mixed(softmax(jnp.where(mask[:, None] & heads, scores(q, k), -1e9)), v)
+
+
+def nothing_visible(q, k, v, mask):
+    return mixed(softmax(jnp.where(False, scores(q, k), -1e9)), v)
+
+
+def named_probabilities(q, k, v, mask):
+    p = checkpoint_name(softmax(scores(q, k)), "p")
+    return mixed(p, v)
+
+
+MISSES = [
+    dropout, soft_cap, bias, bias_with_gradient, scale_with_gradient, negative_scale,
+    scale_of_masked, small_mask, returned_probabilities, read_scores,
+    masked_probabilities, over_queries, over_heads, sum_of_columns, maximum_of_columns,
+    constant_scores, rounded_scores, whole_scores, transposed_probabilities,
+    other_heads, narrow_values, wide, wide_products, mask_as_large_as_scores,
+    nothing_visible, named_probabilities,
+]  # fmt: skip
+
+
+def rewritten(function, arrays):
+    """Returns the rewritten function, or None if nothing is rewritten."""
+    closed = jax.make_jaxpr(function)(*arrays)
+    program = rewriting.attention(closed.jaxpr, (), ())
+    if program is closed.jaxpr:
+        return None
+    return core.jaxpr_as_fun(core.ClosedJaxpr(program, closed.consts))
+
+
+def with_gradients(function, arrays):
+    *heads, mask = arrays
+    y, vjp = jax.vjp(lambda q, k, v: function(q, k, v, mask), *heads)
+    return y, *vjp(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
+
+
+def assert_same(function, arrays):
+    new = rewritten(function, arrays)
+    assert new is not None
+    expected = with_gradients(function, arrays)
+    actual = with_gradients(lambda *arrays: new(*arrays)[0], arrays)
+    for y, reference in zip(actual, expected, strict=True):
+        y, reference = (np.asarray(x, np.float64) for x in (y, reference))
+        error = np.linalg.norm(y - reference) / np.linalg.norm(reference)
+        # BF16 rounds scores and probabilities, in either program or in both.
+        assert error < 0.015
+
+
+@pytest.mark.parametrize(("form", "call"), HITS.items())
+def test_any_way_to_write_attention_is_found(form, call, calls):
+    assert_same(form, arguments())
+    assert calls == [call]
+
+
+@pytest.mark.parametrize(("form", "call"), GROUPED.items())
+def test_heads_that_share_keys_are_found(form, call, calls):
+    assert_same(form, arguments(heads=K))
+    assert calls == [call]
+
+
+@pytest.mark.parametrize("function", MISSES)
+def test_what_is_not_attention_stays(function, calls):
+    assert rewritten(function, arguments()) is None
+    assert not calls
+
+
+def test_two_attentions_of_equal_scores_are_left_alone(calls):
+    def function(q, k, v, mask):
+        return usual(q, k, v, mask) + usual(q, k, v[::-1], mask)
+
+    # Equal operations are merged, and both would read the probabilities.
+    assert rewritten(function, arguments()) is None
+
+
+def test_several_attentions_are_found_in_one_program(calls):
+    def function(q, k, v, mask):
+        return causal(usual(q, k, v, mask), k, v, mask)
+
+    assert_same(function, arguments())
+    assert calls == [MASKED, CAUSAL]
+
+
+def test_queries_without_keys_take_the_mean_over_all_keys(calls):
+    q, k, v, mask = arguments()
+    for form in (usual, two_masks):
+        assert_same(form, (q, k, v, mask.at[:, T // 2].set(False)))
+
+
+def test_nothing_is_rewritten_without_a_gpu():
+    assert rewritten(causal, arguments()) is None
+
+
+def test_residuals_have_no_scores():
+    size = 1024
+
+    def attend(x):
+        q, k, v = (x.reshape(1, size, N, 64) * number for number in (1, 2, 3))
+        s = jnp.where(tril(size), scores(q, k) * 0.125, -1e9)
+        return mixed(softmax(s), v)
+
+    x = jax.ShapeDtypeStruct((1, size, N * 64), BF16)
+    for wrapped in (coat.fp8_remat(attend, params_argnums=()), coat.fp8(attend)):
+        with operations.traced_anew(), stand_ins.for_hopper():
+            report = coat.residual_report(wrapped, x)
+        assert max(row.nbytes for row in report.rows) < N * size * size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [usual, of_linen_causal, of_jax_causal, window])
+def test_cudnn_computes_the_same(form):
+    rng = np.random.default_rng(0)
+    length, heads = 256, 64
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(2, length, N, heads)), BF16) for _ in range(3)
+    )
+    mask = jnp.asarray(rng.random((2, length, length)) > 0.3) | tril(length)
+    if form is window:
+        mask = tril(length) & ~tril(length, -32)
+        mask = jnp.broadcast_to(mask, (2, length, length))
+        form = usual
+    light = coat.fp8_remat(form, params_argnums=())
+    compiled = jax.jit(with_gradients, static_argnums=0).lower(light, (q, k, v, mask))
+    assert "__cudnn$fmha" in compiled.compile().as_text()
+    actual = jax.jit(with_gradients, static_argnums=0)(light, (q, k, v, mask))
+    expected = jax.jit(with_gradients, static_argnums=0)(form, (q, k, v, mask))
+    for y, reference in zip(actual, expected, strict=True):
+        y, reference = (np.asarray(x, np.float64) for x in (y, reference))
+        assert np.linalg.norm(y - reference) < 0.02 * np.linalg.norm(reference)
