@@ -78,11 +78,10 @@ def fp8_remat[Target](
     with a scale for each token. The gate of a gated MLP between them is one kernel, and
     so is a norm before them, unless it has a derivative rule of its own. On one Hopper
     GPU cuDNN's flash attention computes attention in BF16 that the program writes out,
-    with masks of booleans alone, if nothing else reads its scores and probabilities.
-    No option below changes that. The
-    activations that autodiff saves take a tenth to a third of the bytes. The docstring
-    of this module lists the format of each residual; `coat.residual_report` lists all
-    saved arrays.
+    with masks of booleans alone, if nothing else reads its scores and probabilities. No
+    option below changes that. The activations that autodiff saves take a tenth to a
+    third of the bytes. The docstring of this module lists the format of each residual;
+    `coat.residual_report` lists all saved arrays.
 
     The result works under jit, scan, vmap, shard_map, jax.checkpoint and another
     `fp8_remat`. Forward-mode differentiation and second derivatives are not supported.
@@ -137,8 +136,8 @@ def fp8_remat[Target](
         attention runs again on them in the backward pass. By default they, its output
         and its statistics are saved as they are, in two to four times the bytes.
         Where XLA computes attention, which saves no statistics, nothing changes.
-        Attention in a loop or a branch of the function is saved as it is: call `fp8_remat` on the
-        loop's body.
+        Attention in a loop or a branch of the function is saved as it is: call
+        `fp8_remat` on the loop's body.
 
     Returns:
       An object of the same kind as `target`, with the same signature.
