@@ -16,9 +16,11 @@ from jax.extend import core
 
 from coat_jax.programs.graph import written_out
 from coat_jax.programs.primitives import (
+    Kind,
     bodies_of,
     is_foreign,
     is_layout,
+    kind_of,
     size_of,
     variables,
 )
@@ -167,14 +169,29 @@ class Kernels:
         origins = self._of_residuals()
         return {v: m for v, m in origins.items() if m.result.aval.dtype == jnp.float32}
 
+    @functools.cached_property
+    def _by_unmarked(self) -> dict[core.Var, set[core.Var]]:
+        """The residuals by the variables that they are before marks, such as names.
+
+        An `fp8_remat` within another one names what it saves.
+        """
+        residuals: dict[core.Var, set[core.Var]] = {}
+        for residual in self.places:
+            var = residual
+            residuals.setdefault(var, set()).add(residual)
+            while var in self.makers and kind_of(self.makers[var]) is Kind.MARK:
+                (var,) = self.makers[var].invars
+                residuals.setdefault(var, set()).add(residual)
+        return residuals
+
     def _sources(self, kernel: core.JaxprEqn) -> set[core.Var]:
         """Returns the nearest residuals from which a kernel's operands follow."""
         nearest, visited = set(), set()
         queue = {v for v in variables(kernel.invars) if not why_not_fp8(v.aval)}
         while queue:
             visited.add(var := queue.pop())
-            if var in self.places:
-                nearest.add(var)
+            if var in self._by_unmarked:
+                nearest |= self._by_unmarked[var]
             elif var in self.makers:
                 queue |= variables(self.makers[var].invars) - visited
         return nearest

@@ -172,6 +172,9 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
                     ways[index] = "recompute"
             elif _is_copy(ways[index]) and var in kernel.results | kernel.operands:
                 ways[index] = Wide("a kernel reads it beside statistics")
+                # A mask as numbers to add follows from booleans.
+                if (known := derivation.known.get(var)) and known.constant:
+                    ways[index] = "recompute"
 
     for index in offloaded:
         if _is_saved(ways[index]):

@@ -44,17 +44,17 @@ def kernel(function, results):
     return pl.pallas_call(body, out_shape=shapes, interpret=True)
 
 
-def forward(q, k, v):
-    def results(q, k, v):
+def forward(q, k, v, *others):
+    def results(q, k, v, *others):
         return attention(q, k, v), jax.nn.logsumexp(scores(q, k), axis=-1)
 
     batch, length, heads, _ = SHAPE
     statistics = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-    o, saved = kernel(results, (q, statistics))(q, k, v)
+    o, saved = kernel(results, (q, statistics))(q, k, v, *others)
     return o, (q, k, v, o, saved)
 
 
-def backward(saved, do):
+def backward(saved, do, *others):
     def gradients(q, k, v, o, statistics, do):
         q, k, v, o, do = (x.astype(jnp.float32) for x in (q, k, v, o, do))
         weights = jnp.exp(scores(q, k) - statistics[..., None])
@@ -67,7 +67,8 @@ def backward(saved, do):
             jnp.einsum("bnst,bsnd->btnd", weights, do),
         )
 
-    return tuple(kernel(gradients, saved[:3])(*saved, do))
+    run = kernel(lambda *arrays: gradients(*arrays[:6]), saved[:3])
+    return tuple(run(*saved, do, *others))
 
 
 @jax.custom_vjp
@@ -111,6 +112,52 @@ def test_default_quantizes_what_the_kernel_does_not_read(arrays, rng):
     saved = sorted(row.kept for row in rows if row.shape == SHAPE)
     # The copy is of the matmuls' input. Backward of the sine reads the output.
     assert saved == ["E4M3, groups of 128", *[BESIDE_STATISTICS] * 4]
+
+
+def test_another_fp8_remat_around_it_saves_and_computes_the_same(arrays, rng):
+    x, _, _, do = arrays
+    w = jnp.asarray(rng.normal(size=(3, SHAPE[-1], SHAPE[-1])), jnp.bfloat16)
+
+    def block(w, x):
+        return flash(*(x @ each for each in w))
+
+    once, twice = coat.fp8_remat(block), coat.fp8_remat(coat.fp8_remat(block))
+    rows = coat.residual_report(twice, w, x).rows
+    kept = [row.kept for row in rows if row.shape == SHAPE]
+    assert kept.count(BESIDE_STATISTICS) == 4
+    results = (value_and_vjp(fn, do, w, x) for fn in (twice, once))
+    for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+
+
+@jax.custom_vjp
+def masked_flash(q, k, v, bias):
+    """Computes attention with kernels that read a bias, as cuDNN's read a mask."""
+    return _masked_forward(q, k, v, bias)[0]
+
+
+def _masked_forward(q, k, v, bias):
+    o, saved = forward(q, k, v, bias)
+    return o, (saved, bias)
+
+
+def _masked_backward(saved, do):
+    return *backward(saved[0], do, saved[1]), None
+
+
+masked_flash.defvjp(_masked_forward, _masked_backward)
+
+
+def test_a_mask_as_numbers_is_made_of_its_booleans_again(arrays):
+    *inputs, _ = arrays
+    mask = jnp.ones((SHAPE[0], 1, SHAPE[1], SHAPE[1]), bool)
+
+    def block(q, k, v, mask):
+        return masked_flash(q, k, v, jnp.where(mask, 0.0, -1e9).astype(jnp.bfloat16))
+
+    rows = coat.residual_report(saving(block), *inputs, mask).rows
+    masks = [row for row in rows if row.shape == mask.shape]
+    assert [(row.dtype, row.is_argument) for row in masks] == [(jnp.bool_, True)]
 
 
 def test_an_output_that_is_read_in_another_shape_is_saved_once(arrays, rng):
