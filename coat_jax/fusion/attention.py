@@ -9,7 +9,8 @@ A match starts at the product with the values, and goes back to the product of q
 and keys. The axes of that product have labels, which are followed through transposes
 and reshapes: so any order of axes is found, and any way to group heads. Whatever is not
 known in between, such as dropout, a soft cap, or a mask that may have a gradient, keeps
-the program as it is. So does anything else that reads the scores or the probabilities.
+the program as it is. So does anything else that reads the scores or the probabilities,
+and a mask with which a query that sees no key would get another result.
 """
 
 import dataclasses
@@ -47,8 +48,10 @@ def attention(
     graph = Graph(inline)
     replaced: dict[int, Sequence[core.JaxprEqn]] = {}
     for match in filter(None, (_match(eqn, graph) for eqn in inline.eqns)):
-        replaced |= dict.fromkeys(map(id, match.eqns), ())
-        replaced[id(match.eqns[-1])] = match.traced()
+        # The result of one attention may be the scores of another one.
+        if replaced.keys().isdisjoint(map(id, match.eqns)):
+            replaced |= dict.fromkeys(map(id, match.eqns), ())
+            replaced[id(match.eqns[-1])] = match.traced()
     if not replaced:
         return program
     eqns = [new for eqn in inline.eqns for new in replaced.get(id(eqn), [eqn])]
@@ -123,8 +126,6 @@ class _Attention:
 
     def traced(self) -> list[core.JaxprEqn]:
         """Returns the operations of flash attention."""
-        # Queries that attend to no key take the mean over all keys. With other masks it
-        # would be the mean over earlier ones.
         causal = len(self.masks) == 1 and self.masks[0].is_causal(self.query, self.key)
         masks = [] if causal else self.masks
         (result,) = self.eqns[-1].outvars
@@ -140,7 +141,7 @@ class _Attention:
                 _arranged(x.astype(self.dtype), axes, form, self.sizes)
                 for x, axes, form in arrays
             )
-            y = flash_attention(q, k, v, mask=mask, **options)
+            y = _unhidden(q, k, v, mask, options)
             axes = [tuple(axis) for axis in self._forms[0]]
             # An axis of the result may be several ones of y, in another order.
             y = _arranged(y, axes, self.result_axes, self.sizes)
@@ -189,6 +190,23 @@ class _Attention:
         return ~array if mask.negated else array
 
 
+def _unhidden(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, options: Any
+) -> jax.Array:
+    """Returns attention in which a query that sees no key takes the mean of all.
+
+    So it is where all scores of a query are one number. cuDNN's kernel adds a mask to
+    scores, so that gradients would come to queries and keys.
+    """
+    if mask is None:
+        return flash_attention(q, k, v, mask=None, **options)
+    sees = mask.any(axis=-1, keepdims=True)
+    y = flash_attention(q, k, v, mask=mask | ~sees, **options)
+    mean = v.mean(axis=1, keepdims=True, dtype=jnp.float32).astype(v.dtype)
+    mean = jnp.repeat(mean, q.shape[2] // k.shape[2], axis=2)
+    return jnp.where(sees.swapaxes(1, 2), y, mean)
+
+
 def _arranged(
     x: jax.Array,
     axes: Sequence[Axis],
@@ -207,7 +225,7 @@ def _match(last: core.JaxprEqn, graph: Graph) -> _Attention | None:
     if last.primitive.name != "dot_general":
         return None
     sizes = [n for v in (*last.invars, *last.outvars) for n in v.aval.shape]
-    if not all(isinstance(n, int) for n in sizes):
+    if not all(isinstance(n, int) and n for n in sizes):
         return None
     for side in (0, 1):
         try:
@@ -271,6 +289,10 @@ def _around(
 def _check(match: _Attention, graph: Graph) -> None:
     """Raises MismatchError where flash attention does not run, or does not help."""
     result = match.eqns[-1].outvars[0]
+    # The second product may read probabilities or scores as its values, too.
+    removed = {v for eqn in match.eqns[:-1] for v in eqn.outvars}
+    if not removed.isdisjoint(match.operands):
+        raise MismatchError
     # cuDNN's kernel runs on some shardings alone, which the program does not tell.
     meshes = [v.aval.sharding.mesh for v in (*match.operands, result)]
     if not (devices.is_alone() or all(map(array_types.is_manual, meshes))):

@@ -12,7 +12,7 @@ from coat_jax.fusion.axes import MOVES, Axis, MismatchError, Sizes, before, of_o
 from coat_jax.programs.graph import Graph
 from coat_jax.programs.primitives import Kind, Operand, kind_of, variables
 
-# Masks that are constants are evaluated up to this number of elements.
+# Masks that are constants are evaluated with arrays of so many elements at most.
 _MOST_EVALUATED = 2**25
 _SIMPLE = frozenset({Kind.CAST, Kind.VIEW, Kind.SPREAD, Kind.CUT, Kind.ELEMENTWISE})
 
@@ -37,6 +37,12 @@ class Mask(NamedTuple):
     def labels(self) -> list[int]:
         """The labels of all axes."""
         return [label for axis in self.axes for label in axis]
+
+    def always_shows(self, key: Axis) -> bool:
+        """Returns whether it is constant and shows each query a key, along `key`."""
+        if self.shown is None or key not in self.axes:
+            return False
+        return bool(self.shown.any(axis=list(self.axes).index(key)).all())
 
     def is_causal(self, query: int, key: int) -> bool:
         """Returns whether it hides the later positions of keys, and nothing else."""
@@ -78,8 +84,9 @@ def masks_of(
             axes = before(eqn, axes, sizes)
         var = operand
     if isinstance(var, core.Literal):
-        if bool(var.val) == negated:
-            raise MismatchError  # It hides all keys.
+        # An array that is a literal cannot be an operand; another one may hide all.
+        if np.ndim(var.val) or bool(var.val) == negated:
+            raise MismatchError
         return []
     if eqn is not None and eqn.primitive.name == ("or" if negated else "and"):
         return [
@@ -107,7 +114,8 @@ def _same(eqn: core.JaxprEqn, graph: Graph) -> Operand | None:
         maker = graph.makers.get(operand) if isinstance(operand, core.Var) else None
         is_cast = maker is not None and maker.primitive.name == "convert_element_type"
         if is_cast and maker.invars[0].aval.dtype == jnp.bool_:
-            return maker.invars[0] if eqn.invars[1].val == 0 else None
+            zero = eqn.invars[1].val
+            return maker.invars[0] if np.ndim(zero) == 0 and zero == 0 else None
         return None
     if operand is None or operand.aval.dtype != jnp.bool_:
         return None
@@ -116,8 +124,6 @@ def _same(eqn: core.JaxprEqn, graph: Graph) -> Operand | None:
 
 def _constant(var: core.Var, graph: Graph) -> np.ndarray | None:
     """Returns the elements of a variable that follows from no input, or None."""
-    if var.aval.size > _MOST_EVALUATED:
-        return None
     needed = graph.needed_for([var])
     eqns = [eqn for eqn in graph.program.eqns if id(eqn) in needed]
     computed = {v for eqn in eqns for v in eqn.outvars}
@@ -137,4 +143,6 @@ def _constant(var: core.Var, graph: Graph) -> np.ndarray | None:
 
 
 def _is_simple(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name == "iota" or kind_of(eqn) in _SIMPLE
+    sizes = [v.aval.size for v in eqn.outvars]
+    is_small = all(isinstance(n, int) and n <= _MOST_EVALUATED for n in sizes)
+    return is_small and (eqn.primitive.name == "iota" or kind_of(eqn) in _SIMPLE)

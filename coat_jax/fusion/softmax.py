@@ -71,7 +71,8 @@ class Softmax:
 
         Labels are the axes of the first matmul's result.
         """
-        axes, scale, masks = labelled(self.first.outvars[0].aval.shape), 1.0, []
+        axes, scale = labelled(self.first.outvars[0].aval.shape), 1.0
+        masks, hidden = [], []
         for eqn in self._scores:
             name = eqn.primitive.name
             if name in ("mul", "div"):
@@ -81,8 +82,17 @@ class Softmax:
                 scale = scale * numbers[0] if name == "mul" else scale / numbers[0]
             elif name in ("add", "select_n"):
                 masks += self._masks(eqn, axes, sizes)
+                numbers = [n for v in eqn.invars if (n := self._number(v)) is not None]
+                hidden.append(numbers[0] if numbers else None)
             else:
                 axes = moved(eqn, axes, sizes)
+        # Scores that are one number are equal for a query that sees no key. If several
+        # numbers hide scores, or one is added to them, there must be no such query.
+        if len({*hidden}) > 1 or None in hidden:
+            key = axes[self.axis]
+            shows = [mask.always_shows(key) for mask in masks]
+            if len(hidden) > 1 or len(masks) > 1 or not all(shows):
+                raise MismatchError
         return axes, scale, masks
 
     def probabilities(self, axes: Sequence[Axis], sizes: Sizes) -> Sequence[Axis]:
@@ -179,10 +189,14 @@ class Softmax:
         moves, eqn = [], self._maker(var)
         while eqn.primitive.name != name:
             operands = [v for v in eqn.invars if self._number(v) != -math.inf]
+            if not operands:
+                raise MismatchError
             is_bounded = eqn.primitive.name == "max" and len(operands) == 1
             if eqn.primitive.name in MOVES | SPREADS:
                 moves.append(eqn)
-            elif not (is_bounded or eqn.primitive.name == "stop_gradient"):
+            elif not is_bounded and (
+                name != "reduce_max" or eqn.primitive.name != "stop_gradient"
+            ):
                 raise MismatchError
             eqn = self._maker(operands[0])
         # The reduction may have read another view of the same elements.
@@ -210,20 +224,22 @@ class Softmax:
         while (eqn := self._graph.makers.get(var)) and eqn.primitive.name in MOVES:
             moves.append(self._maker(var))
             (var,) = eqn.invars
+            if not isinstance(var, core.Var):
+                raise MismatchError
         axes, sizes = labelled(var.aval.shape), dict(enumerate(var.aval.shape))
         for move in reversed(moves):
             axes = moved(move, axes, sizes)
         return var, axes
 
-    def _number(self, var: Operand) -> float | None:
+    def _number(self, var: Operand, steps: int = 8) -> float | None:
         """Returns the number that all elements of an array are, or None."""
         if isinstance(var, core.Literal):
             return number_of(var) if np.ndim(var.val) == 0 else None
         eqn = self._graph.makers.get(var)
         function = None if eqn is None else _NUMBERS.get(eqn.primitive.name)
-        if function is None:
+        if function is None or not steps:
             return None
-        numbers = [self._number(v) for v in eqn.invars]
+        numbers = [self._number(v, steps - 1) for v in eqn.invars]
         if not numbers or None in numbers:
             return None
         with np.errstate(all="ignore"):
@@ -234,6 +250,8 @@ class Softmax:
         """Returns the choice of 0 and a low number that `var` is spread from."""
         while isinstance(var, core.Var) and var in self._graph.makers:
             eqn = self._graph.makers[var]
+            if var.aval.dtype not in _DTYPES:
+                return None
             if eqn.primitive.name == "select_n":
                 numbers = [self._number(v) for v in eqn.invars[1:]]
                 if len(numbers) != 2 or None in numbers:

@@ -177,11 +177,13 @@ class Kernels:
         """
         residuals: dict[core.Var, set[core.Var]] = {}
         for residual in self.places:
-            var = residual
-            residuals.setdefault(var, set()).add(residual)
-            while var in self.makers and kind_of(self.makers[var]) is Kind.MARK:
-                (var,) = self.makers[var].invars
+            operands = [residual]
+            while len(operands) == 1 and isinstance(operands[0], core.Var):
+                (var,) = operands
                 residuals.setdefault(var, set()).add(residual)
+                eqn = self.makers.get(var)
+                is_marked = eqn is not None and kind_of(eqn) is Kind.MARK
+                operands = eqn.invars if is_marked else []
         return residuals
 
     def _sources(self, kernel: core.JaxprEqn) -> set[core.Var]:

@@ -30,10 +30,11 @@ def calls(monkeypatch):
     calls = []
 
     def flash_attention(q, k, v, *, mask, scale, causal):
-        assert q.shape in ((B, T, N, D), (N, T, B, D))
         calls.append((mask is not None and mask.shape, causal))
-        options = {"mask": mask, "scale": scale, "is_causal": causal}
-        return jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
+        options = {"scale": scale, "is_causal": causal, "implementation": "xla"}
+        # cuDNN's kernel adds masks to scores.
+        bias = None if mask is None else jnp.where(mask, 0, -2e12).astype(q.dtype)
+        return jax.nn.dot_product_attention(q, k, v, bias=bias, **options)
 
     monkeypatch.setattr(rewriting, "_has_kernel", lambda: True)
     monkeypatch.setattr(rewriting, "flash_attention", flash_attention)
@@ -120,7 +121,7 @@ def by_hand(q, k, v, mask):
 
 
 def added_mask(q, k, v, mask):
-    bias = jnp.where(mask[:, None], 0.0, -1e9).astype(BF16)
+    bias = jnp.where(tril(), 0.0, -1e9).astype(BF16)
     return mixed(softmax((scores(q, k) * SCALE + bias).astype(F32)), v)
 
 
@@ -215,13 +216,14 @@ HITS = {
     **dict.fromkeys(
         (
             usual, in_float32, of_wide_operands, with_wide_result, heads_first,
-            sequence_first, keys_first, mapped, by_hand, added_mask, inverted_mask,
+            sequence_first, keys_first, mapped, by_hand, inverted_mask,
             two_masks, union_of_masks, of_linen, of_nnx, of_jax,
         ),
         MASKED,
     ),
     **dict.fromkeys(
-        (causal, causal_by_positions, of_linen_causal, of_jax_causal), CAUSAL
+        (causal, causal_by_positions, of_linen_causal, of_jax_causal, added_mask),
+        CAUSAL,
     ),
     **dict.fromkeys((unmasked, of_jax_unmasked), BARE),
     **dict.fromkeys((upper, window), SHARED),
@@ -247,6 +249,31 @@ def bias(q, k, v, mask):
 
 def bias_with_gradient(q, k, v, mask):
     return mixed(softmax(scores(q, k) - 1e9 * (1 - mask[:, None] * q[0, 0, 0, 0])), v)
+
+
+def added_mask_that_may_hide_all(q, k, v, mask):
+    return mixed(softmax(scores(q, k) + jnp.where(mask[:, None], 0.0, -1e9)), v)
+
+
+def masks_of_two_numbers(q, k, v, mask):
+    s = jnp.where(tril(), scores(q, k), -1e10)
+    return mixed(softmax(jnp.where(mask[:, None], s, -1e9)), v)
+
+
+def denominator_without_gradient(q, k, v, mask):
+    s = scores(q, k)
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    return mixed(e / jax.lax.stop_gradient(e.sum(-1, keepdims=True)), v)
+
+
+def probabilities_of_probabilities(q, k, v, mask):
+    p = softmax(scores(q, k))
+    return jnp.einsum("bhts,bhsr->bhtr", p, p)
+
+
+def values_that_are_scores(q, k, v, mask):
+    s = scores(q[:, :D], k[:, :D])
+    return jnp.einsum("bhts,bhsr->bhtr", softmax(s), s)
 
 
 def scale_with_gradient(q, k, v, mask):
@@ -348,7 +375,9 @@ def named_probabilities(q, k, v, mask):
 
 
 MISSES = [
-    dropout, soft_cap, bias, bias_with_gradient, scale_with_gradient, negative_scale,
+    dropout, soft_cap, bias, bias_with_gradient, added_mask_that_may_hide_all,
+    masks_of_two_numbers, denominator_without_gradient, probabilities_of_probabilities,
+    values_that_are_scores, scale_with_gradient, negative_scale,
     scale_of_masked, small_mask, returned_probabilities, read_scores,
     masked_probabilities, over_queries, over_heads, sum_of_columns, maximum_of_columns,
     constant_scores, rounded_scores, whole_scores, transposed_probabilities,
@@ -418,10 +447,24 @@ def test_several_attentions_are_found_in_one_program(calls):
     assert calls == [MASKED, CAUSAL]
 
 
-def test_queries_without_keys_take_the_mean_over_all_keys(calls):
-    q, k, v, mask = arguments()
-    for form in (usual, two_masks):
-        assert_same(form, (q, k, v, mask.at[:, T // 2].set(False)))
+@pytest.mark.parametrize("form", [usual, two_masks, of_linen, of_jax, in_groups])
+def test_queries_that_see_no_key_take_the_mean_of_all(form, calls):
+    q, k, v, mask = arguments(heads=K if form is in_groups else N)
+    assert_same(form, (q, k, v, mask.at[:, T // 2].set(False)))
+
+
+def test_an_attention_of_attention_is_found_once(calls):
+    def function(q, k, v, mask):
+        return mixed(softmax(mixed(softmax(scores(q, k)), k).transpose(0, 2, 1, 3)), v)
+
+    q, k, v, mask = (x[:, :N] for x in arguments())
+    assert_same(function, (q[..., :N], k[..., :N], v[..., :N], mask))
+
+
+@pytest.mark.parametrize("shape", [(0, T, N, D), (B, 0, N, D), (B, T, 0, D)])
+def test_arrays_without_elements_stay(shape, calls):
+    x = jnp.zeros(shape, BF16)
+    assert rewritten(unmasked, (x, x, x, jnp.zeros((), bool))) is None
 
 
 def test_nothing_is_rewritten_without_a_gpu():
