@@ -1,0 +1,361 @@
+"""Programs that write out softmax attention in many ways, and near misses.
+
+Each is a function of queries [B, T, N, D], keys, values, and a mask [B, T, T].
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+B, T, N, K, D = 3, 16, 4, 2, 8
+SCALE = D**-0.5
+
+
+def arguments(heads=N):
+    """Returns queries, keys, values, and a mask that shows each query its own key."""
+    rng = np.random.default_rng(0)
+    shapes = [(B, T, n, D) for n in (N, heads, heads)]
+    arrays = [jnp.asarray(rng.normal(size=shape), BF16) for shape in shapes]
+    return *arrays, jnp.asarray(rng.random((B, T, T)) > 0.3) | jnp.eye(T, dtype=bool)
+
+
+def scores(q, k, dtype=None):
+    return jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=dtype)
+
+
+def mixed(p, v):
+    return jnp.einsum("bhts,bshd->bthd", p.astype(v.dtype), v)
+
+
+def softmax(s):
+    return jax.nn.softmax(s, axis=-1)
+
+
+def usual(q, k, v, mask):
+    return mixed(softmax(jnp.where(mask[:, None], scores(q, k) * SCALE, -1e9)), v)
+
+
+def tril(size=T, offset=0):
+    return jnp.tril(jnp.ones((size, size), bool), offset)
+
+
+def in_float32(q, k, v, mask):
+    s = scores(q, k, F32) / math.sqrt(D)
+    return mixed(softmax(jnp.where(mask[:, None], s, jnp.finfo(F32).min)), v)
+
+
+def of_wide_operands(q, k, v, mask):
+    q, k, v = (x.astype(F32) for x in (q, k, v))
+    return usual(q, k, v, mask).astype(BF16)
+
+
+def with_wide_result(q, k, v, mask):
+    p = softmax(jnp.where(mask[:, None], scores(q, k) * SCALE, -1e9))
+    y = jnp.einsum("bhts,bshd->bhtd", p, v, preferred_element_type=F32)
+    return y.transpose(0, 2, 1, 3).astype(BF16)
+
+
+def heads_first(q, k, v, mask):
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    s = (q @ k.swapaxes(-1, -2)).astype(F32) / jnp.sqrt(D)
+    p = softmax(jnp.where(mask[:, None], s, -jnp.inf)).astype(BF16)
+    return (p @ v).transpose(0, 2, 1, 3)
+
+
+def sequence_first(q, k, v, mask):
+    q, k, v = (x.transpose(1, 0, 2, 3) for x in (q, k, v))
+    s = jnp.einsum("tbhd,sbhd->bhts", q, k) * SCALE
+    p = softmax(jnp.where(mask[:, None], s, -1e9))
+    return jnp.einsum("bhts,sbhd->tbhd", p, v).transpose(1, 0, 2, 3)
+
+
+def keys_first(q, k, v, mask):
+    s = jnp.einsum("bshd,bthd->bhst", k, q) * SCALE
+    s = jnp.where(mask.swapaxes(1, 2)[:, None], s, -1e9)
+    return jnp.einsum("bhst,bshd->bthd", jax.nn.softmax(s, axis=-2), v)
+
+
+def mapped(q, k, v, mask):
+    def of_head(q, k, v, mask):
+        return softmax(jnp.where(mask, q @ k.T * SCALE, -1e9)) @ v
+
+    return jax.vmap(jax.vmap(of_head, (1, 1, 1, None), 1))(q, k, v, mask)
+
+
+def by_hand(q, k, v, mask):
+    s = jnp.where(mask[:, None], scores(q, k).astype(F32) * SCALE, -1e9)
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    return mixed(e / e.sum(-1, keepdims=True), v)
+
+
+def added_mask(q, k, v, mask):
+    bias = jnp.where(tril(), 0.0, -1e9).astype(BF16)
+    return mixed(softmax((scores(q, k) * SCALE + bias).astype(F32)), v)
+
+
+def inverted_mask(q, k, v, mask):
+    return mixed(softmax(jnp.where(~mask[:, None], -1e10, scores(q, k, F32))), v)
+
+
+def two_masks(q, k, v, mask):
+    s = jnp.where(tril(), scores(q, k) * SCALE, -1e9)
+    return mixed(softmax(jnp.where(mask[:, None], s, -1e9)), v)
+
+
+def union_of_masks(q, k, v, mask):
+    return usual(q, k, v, ~(~mask & ~tril()))
+
+
+def own_heads_mask(q, k, v, mask):
+    heads = jnp.arange(N)[:, None, None] < jnp.arange(T) + 1
+    s = jnp.where(heads, scores(q, k) * SCALE, -1e9)
+    return mixed(softmax(s), v)
+
+
+def unmasked(q, k, v, mask):
+    return mixed(softmax(scores(q * SCALE, k)), v)
+
+
+def causal(q, k, v, mask):
+    return usual(q, k, v, tril()[None])
+
+
+def causal_by_positions(q, k, v, mask):
+    at = jnp.arange(T)
+    return in_float32(q, k, v, (at[:, None] >= at)[None])
+
+
+def upper(q, k, v, mask):
+    return usual(q, k, v, tril().T[None])
+
+
+def window(q, k, v, mask):
+    return usual(q, k, v, (tril() & ~tril(offset=-4))[None])
+
+
+def of_linen(q, k, v, mask):
+    return nn.dot_product_attention(q, k, v, mask=mask[:, None])
+
+
+def of_linen_causal(q, k, v, mask):
+    return nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(q[..., 0, 0]))
+
+
+def of_nnx(q, k, v, mask):
+    return nnx.dot_product_attention(q, k, v, mask=mask[:, None])
+
+
+def of_jax(q, k, v, mask):
+    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+
+
+def of_jax_causal(q, k, v, mask):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def of_jax_unmasked(q, k, v, mask):
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+def in_groups(q, k, v, mask):
+    groups = q.reshape(B, T, K, N // K, D)
+    s = jnp.einsum("btkgd,bskd->bkgts", groups, k) * SCALE
+    p = softmax(jnp.where(mask[:, None, None], s, -1e9))
+    return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, N, D)
+
+
+def in_merged_groups(q, k, v, mask):
+    groups = q.reshape(B, T, K, N // K, D)
+    s = jnp.einsum("btkgd,bskd->bkgts", groups, k).reshape(B, N, T, T) * SCALE
+    p = softmax(jnp.where(mask[:, None], s, -1e9).astype(F32)).astype(BF16)
+    p = p.reshape(B, K, N // K, T, T)
+    return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, N, D)
+
+
+def of_one_key_head(q, k, v, mask):
+    s = jnp.einsum("bthd,bsd->bhts", q, k[:, :, 0]) * SCALE
+    p = softmax(jnp.where(mask[:, None], s, -1e9))
+    return jnp.einsum("bhts,bsd->bthd", p, v[:, :, 0])
+
+
+# The mask that flash attention reads, and whether it is causal.
+MASKED, CAUSAL, BARE = ((B, 1, T, T), False), (False, True), (False, False)
+SHARED = ((1, 1, T, T), False)
+HITS = {
+    **dict.fromkeys(
+        (
+            usual, in_float32, of_wide_operands, with_wide_result, heads_first,
+            sequence_first, keys_first, mapped, by_hand, inverted_mask,
+            two_masks, union_of_masks, of_linen, of_nnx, of_jax,
+        ),
+        MASKED,
+    ),
+    **dict.fromkeys(
+        (causal, causal_by_positions, of_linen_causal, of_jax_causal, added_mask),
+        CAUSAL,
+    ),
+    **dict.fromkeys((unmasked, of_jax_unmasked), BARE),
+    **dict.fromkeys((upper, window), SHARED),
+    own_heads_mask: ((N, 1, T, T), False),  # Heads are sequences there.
+}  # fmt: skip
+GROUPED = dict.fromkeys((in_groups, in_merged_groups, of_one_key_head, of_jax), MASKED)
+GROUPED[of_jax_causal] = CAUSAL
+
+
+def dropout(q, k, v, mask):
+    p = softmax(scores(q, k))
+    kept = jax.random.bernoulli(jax.random.key(0), 0.9, p.shape)
+    return mixed(jnp.where(kept, p / 0.9, 0), v)
+
+
+def soft_cap(q, k, v, mask):
+    return mixed(softmax(5 * jnp.tanh(scores(q, k) / 5)), v)
+
+
+def bias(q, k, v, mask):
+    return mixed(softmax(scores(q, k) + jnp.arange(T, dtype=BF16)), v)
+
+
+def bias_with_gradient(q, k, v, mask):
+    return mixed(softmax(scores(q, k) - 1e9 * (1 - mask[:, None] * q[0, 0, 0, 0])), v)
+
+
+def added_mask_that_may_hide_all(q, k, v, mask):
+    return mixed(softmax(scores(q, k) + jnp.where(mask[:, None], 0.0, -1e9)), v)
+
+
+def masks_of_two_numbers(q, k, v, mask):
+    s = jnp.where(tril(), scores(q, k), -1e10)
+    return mixed(softmax(jnp.where(mask[:, None], s, -1e9)), v)
+
+
+def denominator_without_gradient(q, k, v, mask):
+    s = scores(q, k)
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    return mixed(e / jax.lax.stop_gradient(e.sum(-1, keepdims=True)), v)
+
+
+def probabilities_of_probabilities(q, k, v, mask):
+    p = softmax(scores(q, k))
+    return jnp.einsum("bhts,bhsr->bhtr", p, p)
+
+
+def values_that_are_scores(q, k, v, mask):
+    s = scores(q[:, :D], k[:, :D])
+    return jnp.einsum("bhts,bhsr->bhtr", softmax(s), s)
+
+
+def scale_with_gradient(q, k, v, mask):
+    return mixed(softmax(scores(q, k) * q[0, 0, 0, 0]), v)
+
+
+def negative_scale(q, k, v, mask):
+    return mixed(softmax(scores(q, k) * -SCALE), v)
+
+
+def scale_of_masked(q, k, v, mask):
+    return mixed(softmax(jnp.where(mask[:, None], scores(q, k), -1e9) * SCALE), v)
+
+
+def small_mask(q, k, v, mask):
+    return mixed(softmax(jnp.where(mask[:, None], scores(q, k), -5.0)), v)
+
+
+def returned_probabilities(q, k, v, mask):
+    p = softmax(scores(q, k))
+    return mixed(p, v), p
+
+
+def read_scores(q, k, v, mask):
+    s = scores(q, k)
+    return mixed(softmax(s), v) + s.mean()
+
+
+def masked_probabilities(q, k, v, mask):
+    return mixed(softmax(scores(q, k)) * mask[:, None], v)
+
+
+def over_queries(q, k, v, mask):
+    return mixed(jax.nn.softmax(scores(q, k), axis=-2), v)
+
+
+def over_heads(q, k, v, mask):
+    return mixed(jax.nn.softmax(scores(q, k), axis=1), v)
+
+
+def sum_of_columns(q, k, v, mask):
+    s = scores(q, k)
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    return mixed(e / e.sum(-1)[:, :, None], v)
+
+
+def maximum_of_columns(q, k, v, mask):
+    s = scores(q, k)
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-2, keepdims=True)))
+    return mixed(e / e.sum(-1, keepdims=True), v)
+
+
+def constant_scores(q, k, v, mask):
+    return mixed(softmax(jax.lax.stop_gradient(scores(q, k))), v)
+
+
+def rounded_scores(q, k, v, mask):
+    s = scores(q, k).astype(jnp.float8_e4m3fn).astype(BF16)
+    return mixed(softmax(s), v)
+
+
+def whole_scores(q, k, v, mask):
+    return mixed(softmax(scores(q, k).astype(jnp.int32).astype(F32)), v)
+
+
+def transposed_probabilities(q, k, v, mask):
+    return jnp.einsum("bhst,bshd->bthd", softmax(scores(q, k)), v)
+
+
+def other_heads(q, k, v, mask):
+    return jnp.einsum("bhts,bsgd->bthd", softmax(scores(q, k)), v)
+
+
+def narrow_values(q, k, v, mask):
+    return mixed(softmax(scores(q, k)), v[..., :4])
+
+
+def wide(q, k, v, mask):
+    return usual(*(x.astype(F32) for x in (q, k, v)), mask)
+
+
+def wide_products(q, k, v, mask):
+    p = softmax(scores(q, k))
+    return jnp.einsum("bhts,bshd->bthd", p, v, preferred_element_type=F32)
+
+
+def mask_as_large_as_scores(q, k, v, mask):
+    heads = jnp.arange(N)[:, None, None] < mask.sum()
+    return mixed(softmax(jnp.where(mask[:, None] & heads, scores(q, k), -1e9)), v)
+
+
+def nothing_visible(q, k, v, mask):
+    return mixed(softmax(jnp.where(False, scores(q, k), -1e9)), v)
+
+
+def named_probabilities(q, k, v, mask):
+    p = checkpoint_name(softmax(scores(q, k)), "p")
+    return mixed(p, v)
+
+
+MISSES = [
+    dropout, soft_cap, bias, bias_with_gradient, added_mask_that_may_hide_all,
+    masks_of_two_numbers, denominator_without_gradient, probabilities_of_probabilities,
+    values_that_are_scores, scale_with_gradient, negative_scale,
+    scale_of_masked, small_mask, returned_probabilities, read_scores,
+    masked_probabilities, over_queries, over_heads, sum_of_columns, maximum_of_columns,
+    constant_scores, rounded_scores, whole_scores, transposed_probabilities,
+    other_heads, narrow_values, wide, wide_products, mask_as_large_as_scores,
+    nothing_visible, named_probabilities,
+]  # fmt: skip
