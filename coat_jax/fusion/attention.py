@@ -41,8 +41,10 @@ def attention(
 ) -> core.Jaxpr:
     """Returns a program in which flash attention computes softmax attention."""
     del keys, is_param
+    if not _has_kernel():
+        return program
     names = {eqn.primitive.name for eqn in all_eqns(program.eqns)}
-    if not (_has_kernel() and names.issuperset({"dot_general", "exp", "reduce_max"})):
+    if not names.issuperset({"dot_general", "exp", "reduce_max"}):
         return program
     inline = deduplicated(inlined(program, is_plain_call))
     graph = Graph(inline)
@@ -305,7 +307,7 @@ def _check(match: _Attention, graph: Graph) -> None:
     if not _is_narrow(result, match.dtype, graph):
         raise MismatchError
     # A mask of sequences and heads is as large as the scores.
-    masked = {label for mask in match.masks for label in mask.labels}
+    masked = _masked(match.masks)
     of_heads = masked.intersection([*match.heads, *match.groups])
     if of_heads and not masked.isdisjoint(match.batch):
         raise MismatchError
@@ -345,13 +347,18 @@ def _free(product: _Product, axes: Sequence[Sequence[Axis]], which: int) -> list
     return [label for axis in product.free[which] for label in axes[which][axis]]
 
 
+def _masked(masks: Sequence[Mask]) -> set[int]:
+    """Returns the labels that masks tell apart."""
+    return {label for mask in masks for label in mask.labels}
+
+
 def _query(free: Sequence[int], masks: Sequence[Mask], sizes: Sizes) -> int:
     """Returns the label of the positions of queries, and not of their heads.
 
     It is the one that masks tell apart, or the longest one. Attention is the same for
     any choice where no mask does.
     """
-    masked = {label for mask in masks for label in mask.labels}
+    masked = _masked(masks)
     candidates = [label for label in free if label in masked] or free
     if not candidates or (masked.intersection(free) and len(candidates) > 1):
         raise MismatchError
@@ -365,7 +372,7 @@ def _heads(batch: Sequence[int], masks: Sequence[Mask], has_groups: bool) -> lis
     """
     if has_groups and len(batch) < 2:
         return []
-    masked = {label for mask in masks for label in mask.labels}
+    masked = _masked(masks)
     unmasked = [label for label in batch if label not in masked]
     return list((unmasked or batch)[-1:])
 

@@ -58,11 +58,7 @@ def moved(eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes) -> list[Axis]:
         places = map(int, eqn.params["broadcast_dimensions"])
         by_place = dict(zip(places, axes, strict=True))
         return [by_place.get(i, ()) for i in range(len(shape))]
-    if name in ("reshape", "squeeze"):
-        return _regrouped(eqn, axes, shape, sizes)
-    if name not in MOVES:
-        raise MismatchError
-    return list(axes)
+    return _in_order(eqn, axes, shape, sizes)
 
 
 def before(eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes) -> list[Axis]:
@@ -84,9 +80,19 @@ def before(eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes) -> list[Axis]
     if name == "broadcast_in_dim":
         places = eqn.params["broadcast_dimensions"]
         return [() if n == 1 else axes[i] for i, n in zip(places, shape, strict=True)]
-    if name in ("reshape", "squeeze"):
+    return _in_order(eqn, axes, shape, sizes)
+
+
+def _in_order(
+    eqn: core.JaxprEqn, axes: Sequence[Axis], shape: Sequence[int], sizes: Sizes
+) -> list[Axis]:
+    """Returns `axes` on the other side of an operation that keeps elements in order.
+
+    `shape` is the shape there.
+    """
+    if eqn.primitive.name in ("reshape", "squeeze"):
         return _regrouped(eqn, axes, shape, sizes)
-    if name not in MOVES:
+    if eqn.primitive.name not in MOVES:
         raise MismatchError
     return list(axes)
 
