@@ -22,12 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from coat_jax import meshes
 from coat_jax.fusion.algebra import before_casts
 from coat_jax.fusion.axes import MOVES, Axis, MismatchError, Sizes
 from coat_jax.fusion.masks import Mask
 from coat_jax.fusion.operation import traced
 from coat_jax.fusion.softmax import Softmax
-from coat_jax.layers.attention import flash_attention, has_flash_attention
+from coat_jax.layers.flash_attention import flash_attention, has_flash_attention
 from coat_jax.programs.graph import Graph, deduplicated, inlined, is_plain_call
 from coat_jax.programs.primitives import Operand, all_eqns
 from pallas_kernels.dispatch import array_types, devices, stand_ins
@@ -149,8 +150,14 @@ class _Attention:
             y = _arranged(y, axes, self.result_axes, self.sizes)
             return [y.reshape(result.aval.shape).astype(result.aval.dtype)]
 
+        def placed(*arrays):
+            like = jax.ShapeDtypeStruct(
+                result.aval.shape, result.aval.dtype, sharding=result.aval.sharding
+            )
+            return meshes.on_explicit_mesh(computed, arrays[0], [like])(*arrays)
+
         operands = [*self.operands, *(mask.array for mask in masks)]
-        return traced(computed, operands, [result], like=self.eqns[-1])
+        return traced(placed, operands, [result], like=self.eqns[-1])
 
     @property
     def dtype(self) -> Any:
@@ -295,10 +302,13 @@ def _check(match: _Attention, graph: Graph) -> None:
     removed = {v for eqn in match.eqns[:-1] for v in eqn.outvars}
     if not removed.isdisjoint(match.operands):
         raise MismatchError
-    # cuDNN's kernel runs on some shardings alone, which the program does not tell.
-    meshes = [v.aval.sharding.mesh for v in (*match.operands, result)]
-    if not (devices.is_alone() or all(map(array_types.is_manual, meshes))):
-        raise MismatchError
+    # Within a `shard_map` that leaves some axes to XLA no kernel runs.
+    for sharding in (v.aval.sharding for v in (*match.operands, result)):
+        mesh = sharding.mesh
+        if mesh.manual_axes and not mesh.are_all_axes_manual:
+            raise MismatchError
+        if array_types.is_partial(sharding):
+            raise MismatchError
     if len({v.aval.dtype for v in match.operands}) > 1:
         raise MismatchError
     q, k, _ = (jax.ShapeDtypeStruct(shape, match.dtype) for shape in match.shapes)

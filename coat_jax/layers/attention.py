@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
+from coat_jax.layers.flash_attention import has_flash_attention
 from pallas_kernels.dispatch import array_types, devices, stand_ins
 from pallas_kernels.ops.attention.api import check_heads, runs_kernel
 
@@ -350,42 +351,3 @@ def _mask(
         near = (distance < scores.window)[None, None]
         masks.append(near if local is None else near | ~local)
     return functools.reduce(operator.and_, masks) if masks else None
-
-
-def flash_attention(
-    q: Float[Array, "b s n d"],
-    k: Float[Array, "b t m d"],
-    v: Float[Array, "b t m d"],
-    *,
-    mask: Bool[Array, "#b #n s t"] | None,
-    scale: float,
-    causal: bool,
-) -> Float[Array, "b s n d"]:
-    """Computes attention with cuDNN, where `has_flash_attention(q)` is true.
-
-    Args:
-      q: Queries.
-      k: Keys; m divides n.
-      v: Values.
-      mask: True for each key that counts; None means all.
-      scale: The factor on products.
-      causal: Whether later positions are masked, too.
-    """
-    if stand_ins.active.get():
-        return stand_ins.attention(q, k, v)
-    q, k, v, mask = array_types.varying_alike((q, k, v, mask))
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, scale=scale, is_causal=causal, implementation="cudnn"
-    )
-
-
-def has_flash_attention(q: Array) -> bool:
-    """Returns whether cuDNN has a kernel for queries [b, s, n, d], and its gradient."""
-    _, length, _, head_dim = q.shape
-    return (
-        (stand_ins.active.get() or devices.has_gpu())
-        and q.dtype in (jnp.bfloat16, jnp.float16)
-        and head_dim % 8 == 0
-        and head_dim <= 128
-        and length % 2 == 0
-    )

@@ -67,13 +67,6 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
-_MESH = AbstractMesh(
-    (),
-    (),
-    abstract_device=AbstractDevice(
-        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
-    ),
-)
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 _ASSEMBLER = "nvidia-cuda-nvcc"
 _LINKER = "nvidia-nvjitlink"
@@ -160,7 +153,8 @@ def on_one_gpu[Tree](arrays: Tree) -> Tree:
 def targeted() -> Iterator[None]:
     """Traces, lowers and compiles for arrays of one H200 in this context."""
     _put_assembler_first()
-    with use_abstract_mesh(_MESH):
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         yield
 
 

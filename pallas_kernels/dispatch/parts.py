@@ -164,7 +164,7 @@ class Call:
         `out` has the shapes of the results.
         """
         mesh = mesh_of(arrays)
-        if not mesh.explicit_axes:
+        if mesh is None or not mesh.explicit_axes:
             return run(arrays)
         specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(arrays)]
         shapes = [x.shape for x in jax.tree.leaves((arrays, out))]

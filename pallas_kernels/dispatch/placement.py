@@ -36,14 +36,15 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
 
     Args:
       operation: A `operations.Operation`.
-      *arrays: Its arrays, spread over a mesh that is not manual.
+      *arrays: Its arrays, spread over a mesh that is not manual, or of types that do
+        not tell whether XLA splits them over devices.
     """
 
     @jax.custom_batching.custom_vmap
     def step(arrays):
         call, out = Call.of(operation, arrays)
         run = functools.partial(_partitioned, call)
-        if mesh_of(arrays).size == 1:
+        if (mesh := mesh_of(arrays)) and mesh.size == 1:
             run = call.on_one_device  # JAX would run the definition of a partition.
         return call.on_explicit_axes(run, arrays, out)
 

@@ -176,7 +176,7 @@ def test_all_cases_are_recorded():
 def hopper(monkeypatch):
     """Chooses kernels and cuDNN's attention as on a Hopper GPU."""
     monkeypatch.setattr(devices, "has_hopper", lambda: True)
-    monkeypatch.setattr(attention, "_has_flash_attention", lambda q: True)
+    monkeypatch.setattr(attention, "has_flash_attention", lambda q: True)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
 

@@ -1,0 +1,157 @@
+"""Tests cuDNN's attention on meshes: devices have some sequences, or some heads.
+
+A function that saves the same runs in cuDNN's place.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import flash
+from helpers.written_attention import BF16, causal, usual
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import coat_jax as coat
+from coat_jax.fusion import attention as rewriting
+from coat_jax.layers import flash_attention
+
+pytestmark = pytest.mark.distributed
+
+B, S, N, M, D = 4, 16, 8, 4, 8
+# Ways to split queries, keys and values, and the part of queries that a device has.
+SPLITS = {
+    P("a"): (2, S, N, D),
+    P(("b", "a")): (1, S, N, D),
+    P("a", None, "b"): (2, S, 4, D),
+    P(None, None, ("a", "b")): (B, S, 2, D),
+    P(None, "a"): (B, S, N, D),  # Positions are gathered.
+    P(): (B, S, N, D),
+}
+MASKS = {"none": None, "all": (1, 1), "sequences": (B, 1), "heads": (1, N)}
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """The shapes of queries that attention gets."""
+    shapes = []
+
+    def attention(scores, q, k, v, mask):
+        shapes.append(q.shape)
+        return flash.attention(scores, q, k, v, mask)
+
+    monkeypatch.setattr(flash_attention, "_in_jax", attention)
+    return shapes
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    sizes = [(B, S, heads, D) for heads in (N, M, M, N)]
+    return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in sizes]
+
+
+def mask_of(shape):
+    if shape is None:
+        return None
+    rng = np.random.default_rng(1)
+    shown = rng.random((*shape, S, S)) < 0.5
+    return jnp.asarray(shown | np.eye(S, dtype=bool))
+
+
+def passes(compute, q, k, v, do, mask):
+    y, vjp = jax.vjp(lambda q, k, v: compute(q, k, v, mask), q, k, v)
+    return y, *vjp(do)
+
+
+def ours(q, k, v, mask):
+    options = {"mask": mask, "scale": 0.3, "causal": mask is None}
+    return flash_attention.flash_attention(q, k, v, **options)
+
+
+def jaxs(q, k, v, mask):
+    options = {"mask": mask, "scale": 0.3, "is_causal": mask is None}
+    return jax.nn.dot_product_attention(q, k, v, **options)
+
+
+def assert_close(actual, expected, atol=1e-5):
+    for x, y in zip(actual, expected, strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        np.testing.assert_allclose(x, y, atol=atol)
+
+
+def on_mesh(*splits, kind=AxisType.Auto):
+    """Returns `arrays()`, split over a mesh of four devices."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+    shardings = [NamedSharding(mesh, split) for split in splits]
+    return mesh, list(map(jax.device_put, arrays(), shardings))
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("split", "part"), SPLITS.items(), ids=str)
+def test_devices_compute_their_sequences_and_heads(split, part, mask, parts):
+    expected = passes(jaxs, *arrays(), mask_of(mask))
+    _, placed = on_mesh(*[split] * 4)
+    actual = jax.jit(functools.partial(passes, ours))(*placed, mask_of(mask))
+    assert_close(actual, expected)
+    assert part in parts
+
+
+def test_arrays_may_be_split_differently():
+    expected = passes(jaxs, *arrays(), None)
+    _, placed = on_mesh(P("a"), P(None, "a"), P(None, None, "b"), P())
+    assert_close(jax.jit(functools.partial(passes, ours))(*placed, None), expected)
+
+
+def test_types_need_not_tell_the_mesh():
+    """In a jitted function with `in_shardings` for arrays of the host they do not."""
+    mesh, _ = on_mesh()
+    run = jax.jit(
+        functools.partial(passes, lambda q, k, v, _: ours(q, k, v, None)),
+        in_shardings=(NamedSharding(mesh, P("a", None, "b")),) * 4 + (None,),
+    )
+    expected = passes(jaxs, *arrays(), None)
+    arguments = *map(np.asarray, arrays()), None
+    assert_close(run(*arguments), expected)
+    assert "all-gather" not in run.lower(*arguments).compile().as_text()
+
+
+def test_a_program_of_one_of_several_devices():
+    assert jax.device_count() > 1
+    expected = passes(jaxs, *arrays(), None)
+    assert_close(jax.jit(functools.partial(passes, ours))(*arrays(), None), expected)
+
+
+def test_under_vmap(parts):
+    def mapped(compute):
+        return jax.vmap(functools.partial(passes, compute), (0,) * 4 + (None,))
+
+    expected = mapped(jaxs)(*(x[:, None] for x in arrays()), None)
+    _, placed = on_mesh(*[P("a", None, "b")] * 4)
+    run = jax.jit(lambda *arrays: mapped(ours)(*(x[:, None] for x in arrays), None))
+    assert_close(run(*placed), expected)
+    assert (1, S, 4, D) in parts
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("form", [usual, causal])
+def test_attention_that_a_program_writes_out_is_found(form, kind, parts, monkeypatch):
+    monkeypatch.setattr(rewriting, "_has_kernel", lambda: True)
+    monkeypatch.setattr(rewriting, "has_flash_attention", lambda q: q.dtype == BF16)
+    mesh, placed = on_mesh(*[P("a", None, "b")] * 4, kind=kind)
+    # Queries, keys and values have eight heads each.
+    heads = [
+        jnp.concatenate([x, x], 2).astype(BF16) if x.shape[2] == M else x.astype(BF16)
+        for x in arrays()
+    ]
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("a", None, "b"))
+        placed = [jax.device_put(x, sharding) for x in heads]
+        run = coat.fp8_remat(form)
+        mask = jnp.broadcast_to(mask_of((1, 1))[0], (B, S, S))
+        actual = jax.jit(functools.partial(passes, run))(*placed, mask)
+    expected = passes(form, *heads, mask)
+    # BF16 rounds scores and probabilities in the program as written.
+    assert_close(actual, expected, atol=0.05)
+    assert (2, S, 4, D) in parts
