@@ -264,7 +264,8 @@ def gate_of(y: core.Var, graph: Graph, sources: Collection[core.Var]) -> Gate | 
         reached += [v for v in variables(eqn.invars) if v not in reached]
     if len(operands) != 2 or any(v.aval.shape != y.aval.shape for v in operands):
         return None
-    if not graph.only_read_by(reached[1:], eqns):
+    computed = [v for v in reached[1:] if not is_number(v, graph)]
+    if not graph.only_read_by(computed, eqns):
         return None
     ordered = graph.in_order(eqns)
     for pair in (operands, operands[::-1]):

@@ -2,18 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import partial_eval as pe
 
 from coat_jax.programs.graph import renamed, written_out
 from coat_jax.programs.primitives import (
-    all_eqns,
-    does_work,
     is_foreign,
     is_matmul,
     size_of,
@@ -31,6 +28,13 @@ from coat_jax.remat.shapes import (
     is_narrow,
     merged_axes,
     why_not_fp8,
+)
+from coat_jax.remat.sources import (
+    computed_from,
+    follows_cheaply,
+    is_integer,
+    makes_mask,
+    restricted,
 )
 from coat_jax.remat.trace import Linearized
 from pallas_kernels import versions
@@ -129,7 +133,12 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     program = versions.constants_as_arguments(program)
     residuals = renamed(program.outvars[traced.num_outputs :], equal_stacks(program))
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
-    computed = _computed_from(program, is_param)
+    computed = computed_from(program, is_param)
+    # Integers have no gradients and no copies: masks are made of them again.
+    is_constant = [
+        p or is_integer(v.aval) for v, p in zip(program.invars, is_param, strict=True)
+    ]
+    in_masks = computed_from(program, is_constant)
     statistics = _statistics(program)
     kernels = Kernels(traced, program)
     of_kernels = kernels.statistics()
@@ -150,7 +159,12 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
         elif (
             var not in computed
             and index not in elsewhere
-            and _is_cheap(_restricted(program, [residual], given), is_given)
+            and follows_cheaply(restricted(program, [residual], given), is_given)
+        ) or (
+            is_integer(residual.aval)
+            and not _is_among(residual, in_masks)
+            and index not in elsewhere
+            and makes_mask(restricted(program, [residual]), is_constant)
         ):
             ways.append("recompute")
         elif var in statistics:
@@ -159,9 +173,8 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
             ways.append(Wide(_OF_KERNEL))
         else:
             ways.append(_saved(traced, index, options))
-    # Integers have no gradients and no copies: masks are made of them again.
-    integers = (v for v in program.invars if _is_integer(v.aval.dtype))
-    constants = [*params, *integers, *_recomputed(residuals, ways)]
+    constants = [v for v, c in zip(program.invars, is_constant, strict=True) if c]
+    constants += _recomputed(residuals, ways)
     derivation = Derivation(program, constants, statistics, options.group)
     copied = {v for v, choice in zip(residuals, ways, strict=True) if _is_copy(choice)}
     for kernel in kernels.with_statistics(copied):
@@ -187,7 +200,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     extras = _derive(residuals, ways, derivation, options, may_copy)
     sources = {v: i for i, v in enumerate(residuals) if _is_source(ways[i])}
     sources |= {extra.var: len(ways) + i for i, extra in enumerate(extras)}
-    recomputation, used = _restricted(program, _recomputed(residuals, ways), sources)
+    recomputation, used = restricted(program, _recomputed(residuals, ways), sources)
 
     def recompute(args, saved):
         inputs = *args, *(saved[i] for i in sources.values())
@@ -211,10 +224,6 @@ def _recomputed(residuals: Sequence[Any], ways: Sequence[Any]) -> list[Any]:
 
 def _is_copy(choice: Any) -> bool:
     return isinstance(choice, Copy)
-
-
-def _is_integer(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
 
 
 def _is_among(var: core.Var | core.Literal, variables: Container[core.Var]) -> bool:
@@ -294,41 +303,6 @@ def _offloaded(
     return {i for i, var in enumerate(residuals) if _is_among(var, results)}
 
 
-def _restricted(
-    program: core.Jaxpr,
-    outputs: Sequence[core.Var | core.Literal],
-    inputs: Iterable[core.Var] = (),
-) -> tuple[core.Jaxpr, list[bool]]:
-    """Returns the part of a program that computes `outputs`, and which inputs it uses.
-
-    The inputs are the inputs of the program, followed by the variables in `inputs`.
-    """
-    names = {var: core.Var(var.aval) for var in inputs}
-    eqns = program.eqns
-    if names:
-        eqns = [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in eqns]
-    restricted = program.replace(
-        invars=[*program.invars, *names.values()],
-        outvars=renamed(outputs, names),
-        eqns=eqns,
-        debug_info=program.debug_info.with_unknown_names(),
-    )
-    return pe.dce_jaxpr(restricted, [True] * len(outputs))
-
-
-def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
-    """Returns the variables that depend on an input that is not a parameter.
-
-    Results of loops are left out, because some may depend on parameters alone.
-    """
-    dependent = {v for v, p in zip(program.invars, is_param, strict=True) if not p}
-    for eqn in program.eqns:
-        plain = not list(versions.bodies_in_params(eqn.params))
-        if plain and not dependent.isdisjoint(variables(eqn.invars)):
-            dependent.update(eqn.outvars)
-    return dependent
-
-
 def _statistics(program: core.Jaxpr) -> set[core.Var]:
     """Returns the results of reductions of long rows, and arrays of their size.
 
@@ -345,15 +319,6 @@ def _statistics(program: core.Jaxpr) -> set[core.Var]:
             if size_of(var.aval) <= size:
                 sizes[var] = size_of(var.aval)
     return {*sizes}
-
-
-def _is_cheap(
-    restricted: tuple[core.Jaxpr, list[bool]], is_given: Sequence[bool]
-) -> bool:
-    """Returns whether a program reads only given inputs and does no costly work."""
-    program, used = restricted
-    from_given = all(g for g, u in zip(is_given, used, strict=True) if u)
-    return from_given and not any(map(does_work, all_eqns(program.eqns)))
 
 
 def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:

@@ -53,9 +53,12 @@ class Layer(nnx.Module):
 
     Attributes:
       inputs: The number of arrays that the layer takes.
+      attention_in: The library that computes attention on GPUs: "cudnn" or "xla", for
+        which JAX writes attention out.
     """
 
     inputs = 1
+    attention_in = "cudnn"
 
     def __init__(self, shape: Shape, make: Modules):
         self.head_dim = shape.head_dim
@@ -68,7 +71,8 @@ class Layer(nnx.Module):
         self, q: Array, k: Array, v: Array, causal: bool = True
     ) -> Float[Array, "b s m"]:
         """Computes attention of queries, keys and values, with heads joined."""
-        implementation = "cudnn" if jax.default_backend() == "gpu" else None
+        on_gpu = jax.default_backend() == "gpu"
+        implementation = self.attention_in if on_gpu else None
         out = jax.nn.dot_product_attention(
             q, k, v, is_causal=causal, implementation=implementation
         )
@@ -144,6 +148,12 @@ class Qwen(FlaxLlama):
         """Returns queries, keys and values."""
         q, k, v = (self.heads(linear(h)) for linear in (self.q, self.k, self.v))
         return rope(self.q_norm(q)), rope(self.k_norm(k)), v
+
+
+class QwenInXla(Qwen):
+    """A layer of Qwen 3 that writes attention out."""
+
+    attention_in = "xla"
 
 
 class OffsetNorm(nnx.Module):

@@ -105,7 +105,7 @@ def test_arrays_may_be_split_differently():
 
 
 def test_types_need_not_tell_the_mesh():
-    """In a jitted function with `in_shardings` for arrays of the host they do not."""
+    """Types of arrays of the host do not, even if `jax.jit` has `in_shardings`."""
     mesh, _ = on_mesh()
     run = jax.jit(
         functools.partial(passes, lambda q, k, v, _: ours(q, k, v, None)),

@@ -239,6 +239,50 @@ def test_masks_are_made_of_integers_again(rng):
     assert np.all(np.abs(actual - exact) <= close)
 
 
+def saved_integers(fn, *args):
+    """Returns the dtypes of integers and booleans that are saved, arguments apart."""
+    rows = coat.residual_report(fp8_remat(fn, params_argnums=()), *args).rows
+    wide = [row.dtype for row in rows if not row.is_argument]
+    return [d for d in wide if d in (jnp.bool_, jnp.int32, jnp.uint32)]
+
+
+@pytest.mark.parametrize("dtype", [bool, jnp.int32])
+def test_masks_of_arguments_are_not_saved(dtype, rng):
+    x = jnp.asarray(rng.normal(size=(2, 80, 96)), jnp.float32)
+    shown = jnp.asarray(rng.integers(0, 2, (2, 80, 80)), dtype).at[:, 3].set(dtype(0))
+
+    def masked(x, shown):
+        sees = (shown != 0).any(axis=-1, keepdims=True)
+        return jnp.where(sees, 2 * x, -3 * x)
+
+    assert saved_integers(masked, x, shown) == []
+    light = fp8_remat(masked, params_argnums=())
+    actual = compiled(jax.grad(lambda x: jnp.sum(light(x, shown))), x)
+    sees = np.asarray(shown).any(axis=-1, keepdims=True)
+    np.testing.assert_array_equal(actual, np.where(sees, 2, -3) * np.ones(x.shape))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        # A mask of activations follows from no integers.
+        lambda x, ids: jnp.where(x > 0.5, 2 * x, -3 * x),
+        # Another order is more work than a mask.
+        lambda x, ids: jnp.sin(x)[jnp.argsort(ids[0])],
+        lambda x, ids: jnp.where(
+            jax.random.bernoulli(jax.random.wrap_key_data(ids[0, :2]), shape=x.shape),
+            2 * x,
+            -3 * x,
+        ),
+    ],
+    ids=["activations", "order", "random"],
+)
+def test_other_integers_are_saved(fn, rng):
+    x = jnp.asarray(rng.normal(size=(80, 96)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 9, (2, 80)), jnp.uint32)
+    assert saved_integers(fn, x, ids)
+
+
 def exact_gelu(a):
     return nn.gelu(a, approximate=False)
 

@@ -23,7 +23,7 @@ from experiments.common.layer_cases import Shape
 from experiments.rewrites import blocks, grammar, judge, programs
 from pallas_kernels.dispatch import operations, placement, stand_ins
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.internals]
 
 BF16 = jnp.bfloat16
 ROWS = 4 * 512

@@ -35,7 +35,6 @@ from helpers.written_attention import (
     two_masks,
     unmasked,
     usual,
-    window,
 )
 from jax.extend import core
 
