@@ -76,9 +76,9 @@ def fp8_remat[Target](
     The forward program is unchanged, but for matmuls of `fp8_dot_general` and for
     softmax attention. All matmuls that read one array are merged and quantize it once,
     with a scale for each token. The gate of a gated MLP between them is one kernel, and
-    so is a norm before them, unless it has a derivative rule of its own. On one Hopper
-    GPU cuDNN's flash attention computes attention in BF16 that the program writes out,
-    with masks of booleans alone, if nothing else reads its scores and probabilities. No
+    so is a norm before them, unless it has a derivative rule of its own. On Hopper GPUs
+    cuDNN's flash attention computes attention in BF16 that the program writes out, with
+    masks of booleans alone, if nothing else reads its scores and probabilities. No
     option below changes that. The activations that autodiff saves take a tenth to a
     third of the bytes. The docstring of this module lists the format of each residual;
     `coat.residual_report` lists all saved arrays.

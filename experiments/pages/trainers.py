@@ -29,6 +29,7 @@ def steps() -> str:
         "each parameter along its largest axis. `bf16` has each layer under "
         "`jax.checkpoint`; both cases in BF16 train with `optax.adamw` and float32 "
         "moments, and `ours` with `coat.fp8` of the model and `coat.fp8_adamw`. tunix "
-        "writes its attention out, and `ours` runs flash attention in its place."
+        "writes its attention out, and `ours` runs flash attention in its place. Plain "
+        "Flax runs cuDNN's attention, but in the case that names another one."
     )
     return section(text, markdown(columns, rows))
