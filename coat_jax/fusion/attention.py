@@ -309,6 +309,7 @@ def _check(match: _Attention, graph: Graph) -> None:
             raise MismatchError
         if array_types.is_partial(sharding):
             raise MismatchError
+    _check_split(match)
     if len({v.aval.dtype for v in match.operands}) > 1:
         raise MismatchError
     q, k, _ = (jax.ShapeDtypeStruct(shape, match.dtype) for shape in match.shapes)
@@ -320,6 +321,26 @@ def _check(match: _Attention, graph: Graph) -> None:
     masked = _masked(match.masks)
     of_heads = masked.intersection([*match.heads, *match.groups])
     if of_heads and not masked.isdisjoint(match.batch):
+        raise MismatchError
+
+
+def _check_split(match: _Attention) -> None:
+    """Raises MismatchError where devices may split heads that they do not divide.
+
+    On a mesh of one axis such heads are whole on every device: the axis splits
+    sequences more often. On others each device would compute the heads of all.
+    """
+    _, (_, _, heads, _), _ = match.shapes
+    meshes = [v.aval.sharding.mesh for v in match.operands]
+    if devices.is_alone() or any(map(array_types.is_manual, meshes)):
+        return
+    sizes = [jax.device_count()]  # Types do not always have a mesh.
+    for mesh in meshes:
+        if not mesh.empty:
+            sizes = [size for size in mesh.shape.values() if size > 1]
+            if len(sizes) < 2:
+                return
+    if any(heads % size for size in sizes):
         raise MismatchError
 
 

@@ -20,7 +20,6 @@ from coat_jax.fp8.dot_general import is_fp8
 from coat_jax.fp8.fused import activated_product, gated_products, products
 from coat_jax.fp8.prologue import Prologue, Saves, Source
 from coat_jax.fp8.stored import Stored
-from coat_jax.fusion.algebra import is_number
 from coat_jax.fusion.experts import fuse_experts
 from coat_jax.fusion.halves import halves_of, is_moved, joined, split
 from coat_jax.fusion.operation import fused, traced
@@ -396,8 +395,7 @@ def _activation(key: Any, calls: Sequence[core.JaxprEqn], graph: Graph) -> Gate 
     match = activation_of(x, graph)
     if match is None:
         return None
-    outputs = (v for eqn in match.eqns for v in eqn.outvars)
-    computed = (v for v in outputs if not is_number(v, graph))
+    computed = (v for eqn in match.eqns for v in eqn.outvars)
     return match if graph.only_read_by(computed, (*match.eqns, *calls)) else None
 
 

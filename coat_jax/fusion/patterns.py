@@ -270,7 +270,7 @@ def gate_of(y: core.Var, graph: Graph, sources: Collection[core.Var]) -> Gate | 
     ordered = graph.in_order(eqns)
     for pair in (operands, operands[::-1]):
         if activation := _gate_terms(2).get(_gate_term(ordered, y, pair)):
-            return Gate(activation, tuple(pair), ordered)
+            return Gate(activation, tuple(pair), _without_numbers(ordered, graph))
     return None
 
 
@@ -291,8 +291,16 @@ def activation_of(y: core.Var, graph: Graph) -> Gate | None:
             alone = graph.only_read_by([x], eqns)
             if uncast is not x:
                 alone = alone and len(graph.readers[uncast]) == 1
+            eqns = _without_numbers(eqns, graph)
             return Gate(activation, (uncast,), eqns) if alone else None
     return None
+
+
+def _without_numbers(
+    eqns: Sequence[core.JaxprEqn], graph: Graph
+) -> tuple[core.JaxprEqn, ...]:
+    """Returns the operations but those that make numbers, which others may read."""
+    return tuple(eqn for eqn in eqns if not is_number(eqn.outvars[0], graph))
 
 
 def _gate_term(

@@ -33,7 +33,7 @@ from coat_jax.remat.sources import (
     computed_from,
     follows_cheaply,
     is_integer,
-    makes_mask,
+    masks,
     restricted,
 )
 from coat_jax.remat.trace import Linearized
@@ -134,11 +134,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     residuals = renamed(program.outvars[traced.num_outputs :], equal_stacks(program))
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
     computed = computed_from(program, is_param)
-    # Integers have no gradients and no copies: masks are made of them again.
-    is_constant = [
-        p or is_integer(v.aval) for v, p in zip(program.invars, is_param, strict=True)
-    ]
-    in_masks = computed_from(program, is_constant)
+    made_again = masks(program, residuals, is_param)
     statistics = _statistics(program)
     kernels = Kernels(traced, program)
     of_kernels = kernels.statistics()
@@ -160,12 +156,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
             var not in computed
             and index not in elsewhere
             and follows_cheaply(restricted(program, [residual], given), is_given)
-        ) or (
-            is_integer(residual.aval)
-            and not _is_among(residual, in_masks)
-            and index not in elsewhere
-            and makes_mask(restricted(program, [residual]), is_constant)
-        ):
+        ) or index in made_again - elsewhere:
             ways.append("recompute")
         elif var in statistics:
             ways.append(Wide("statistics of longer rows"))
@@ -173,8 +164,9 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
             ways.append(Wide(_OF_KERNEL))
         else:
             ways.append(_saved(traced, index, options))
-    constants = [v for v, c in zip(program.invars, is_constant, strict=True) if c]
-    constants += _recomputed(residuals, ways)
+    # Integers have no gradients and no copies: arrays are computed from them again.
+    integers = (v for v in program.invars if is_integer(v.aval))
+    constants = [*params, *integers, *_recomputed(residuals, ways)]
     derivation = Derivation(program, constants, statistics, options.group)
     copied = {v for v, choice in zip(residuals, ways, strict=True) if _is_copy(choice)}
     for kernel in kernels.with_statistics(copied):

@@ -1,6 +1,7 @@
 """Finds what parts of a program follow from, and whether they may be computed again."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,14 @@ from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
 from coat_jax.programs.graph import renamed
-from coat_jax.programs.primitives import Kind, all_eqns, does_work, kind_of, variables
+from coat_jax.programs.primitives import (
+    Kind,
+    all_eqns,
+    does_work,
+    kind_of,
+    size_of,
+    variables,
+)
 from coat_jax.remat.errors import is_cheap
 from pallas_kernels import versions
 
@@ -57,16 +65,50 @@ def follows_cheaply(
     return from_given and not any(map(does_work, all_eqns(program.eqns)))
 
 
-def makes_mask(
-    restricted: tuple[core.Jaxpr, list[bool]], is_constant: Sequence[bool]
-) -> bool:
-    """Returns whether a program makes a mask of constants, without indices."""
-    program, used = restricted
-    from_constants = all(c for c, u in zip(is_constant, used, strict=True) if u)
-    return from_constants and all(
-        is_cheap(eqn) or kind_of(eqn) is Kind.REDUCTION or eqn.primitive.name == "iota"
-        for eqn in program.eqns
-    )
+def masks(
+    program: core.Jaxpr, residuals: Sequence[Any], is_param: Sequence[bool]
+) -> set[int]:
+    """Returns which residuals are integers that backward makes of integers again.
+
+    They follow from integer arguments, and parameters, without indices. Such arguments
+    then live until the backward pass, so they must take no more bytes than the masks.
+
+    Args:
+      program: The forward program.
+      residuals: The residuals, which it computes.
+      is_param: True for each input that is a parameter.
+    """
+    integers = {v for v in program.invars if is_integer(v.aval)}
+    is_given = [
+        p or v in integers for v, p in zip(program.invars, is_param, strict=True)
+    ]
+    follow = computed_from(program, is_given)
+    sources: dict[int, set[core.Var]] = {}
+    for index, mask in enumerate(residuals):
+        if isinstance(mask, core.Var) and is_integer(mask.aval) and mask not in follow:
+            part, used = restricted(program, [mask])
+            inputs = {v for v, u in zip(program.invars, used, strict=True) if u}
+            if all(map(_makes_masks, part.eqns)):
+                sources[index] = inputs & integers
+    chosen: set[int] = set()
+    needed = integers & variables(residuals)
+
+    def pays(index: int) -> bool:
+        return _bytes(sources[index] - needed) <= _bytes([residuals[index]])
+
+    while paying := [i for i in sources.keys() - chosen if pays(i)]:
+        chosen.add(paying[0])
+        needed |= sources[paying[0]]
+    return chosen
+
+
+def _makes_masks(eqn: core.JaxprEqn) -> bool:
+    is_reduction = kind_of(eqn) is Kind.REDUCTION
+    return is_cheap(eqn) or is_reduction or eqn.primitive.name == "iota"
+
+
+def _bytes(variables: Iterable[core.Var]) -> int:
+    return sum(size_of(v.aval) * v.aval.dtype.itemsize for v in variables)
 
 
 def is_integer(aval: jax.core.ShapedArray) -> bool:

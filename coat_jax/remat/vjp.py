@@ -274,7 +274,11 @@ def _with_fp8_residuals(
             with array_types.context_of(x):
                 saved.append(save(number, *way, x))
         needed = zip((*traced.forward.consts, *args), planned.needed, strict=True)
-        references = [x if is_needed else None for x, is_needed in needed]
+        # The caller may write to an array of NumPy before the backward pass.
+        references = [
+            (np.array(x) if isinstance(x, np.ndarray) else x) if is_needed else None
+            for x, is_needed in needed
+        ]
         return outputs, (references, saved, planned)
 
     @outline

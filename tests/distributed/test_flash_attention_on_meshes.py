@@ -134,11 +134,73 @@ def test_under_vmap(parts):
     assert (1, S, 4, D) in parts
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("form", [usual, causal])
-def test_attention_that_a_program_writes_out_is_found(form, kind, parts, monkeypatch):
+@pytest.fixture
+def rewritten(monkeypatch):
+    """Rewrites attention in BF16 as on a GPU."""
     monkeypatch.setattr(rewriting, "_has_kernel", lambda: True)
     monkeypatch.setattr(rewriting, "has_flash_attention", lambda q: q.dtype == BF16)
+
+
+def grouped(q, k, v):
+    b, s, n, d = q.shape
+    q = q.reshape(b, s, k.shape[2], -1, d)
+    p = jax.nn.softmax(jnp.einsum("bsmgd,btmd->bmgst", q, k) * 0.3, axis=-1)
+    return jnp.einsum("bmgst,btmd->bsmgd", p, v).reshape(b, s, n, d)
+
+
+def merged(q, k, v):
+    b, s, _ = q.shape
+    return grouped(*(x.reshape(b, s, 2, -1) for x in (q, k, v))).reshape(b, s, -1)
+
+
+@pytest.mark.usefixtures("rewritten")
+@pytest.mark.parametrize(
+    ("fn", "shapes", "splits"),
+    [
+        # Four devices split eight heads that share two.
+        (grouped, [(2, 8, 8, 4), (2, 8, 2, 4)], [P(None, None, "a"), P()]),
+        # They split each of two heads.
+        (merged, [(4, 8, 32), (4, 8, 32)], [P(None, None, "a")] * 2),
+        # They split three sequences, with their positions.
+        (
+            lambda *x: grouped(*(y.reshape(2, 8, 4, 4) for y in x)).reshape(16, 4, 4),
+            [(16, 4, 4), (16, 4, 4)],
+            [P("a")] * 2,
+        ),
+    ],
+    ids=["shared heads", "parts of heads", "parts of sequences"],
+)
+def test_parts_that_devices_do_not_divide_are_whole(fn, shapes, splits, parts):
+    """XLA splits the arrays over parts of the mesh's axis before attention."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal(s), BF16) for s in (*shapes, shapes[1]))
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    splits = [NamedSharding(mesh, split) for split in (*splits, splits[1])]
+    run = coat.fp8_remat(fn, params_argnums=())
+    gradients = jax.jit(lambda *x: jax.vjp(run, *x)[1](jnp.ones_like(x[0])))
+    actual = gradients(*map(jax.device_put, (q, k, v), splits))
+    assert parts
+    expected = jax.vjp(fn, q, k, v)[1](jnp.ones_like(q))
+    assert_close(actual, expected, atol=0.05)
+
+
+@pytest.mark.usefixtures("rewritten")
+@pytest.mark.parametrize(
+    ("sizes", "heads", "is_found"),
+    [((2, 2), 4, True), ((2, 2), 3, False), ((4, 1), 3, True), ((1, 2), 1, True)],
+)
+def test_heads_that_several_axes_do_not_divide_stay(sizes, heads, is_found, parts):
+    mesh = jax.make_mesh(sizes, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, P("a"))
+    x = jax.ShapeDtypeStruct((4, 8, heads, 4), BF16, sharding=sharding)
+    jax.jit(coat.fp8_remat(grouped, params_argnums=())).lower(x, x, x).compile()
+    assert bool(parts) == is_found
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("form", [usual, causal])
+@pytest.mark.usefixtures("rewritten")
+def test_attention_that_a_program_writes_out_is_found(form, kind, parts):
     mesh, placed = on_mesh(*[P("a", None, "b")] * 4, kind=kind)
     # Queries, keys and values have eight heads each.
     heads = [

@@ -177,6 +177,24 @@ def test_each_form_computes_the_same(fn, arguments, arrays, dtype):
     assert_follows_autodiff(fn, dy, weights, x)
 
 
+@pytest.mark.internals
+def test_numbers_of_a_gate_may_be_read_elsewhere():
+    def fn(weights, x, sizes):
+        gate, up = (coat.fp8_ragged_dot(x, w, sizes) for w in weights[:2])
+        ones = jnp.ones_like(gate)
+        y = coat.fp8_ragged_dot(nn.silu(gate) * ones * up, weights[2], sizes)
+        return y + ones
+
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=(2, 128, 128)), BF16) / 8 for _ in range(3)]
+    x, sizes = jnp.asarray(rng.normal(size=(32, 128)), BF16), jnp.array([16, 16])
+    actual, expected = (
+        np.asarray(jax.jit(f)(weights, x, sizes), np.float32)
+        for f in (fp8_remat(fn), fn)
+    )
+    assert np.linalg.norm(actual - expected) < 0.03 * np.linalg.norm(expected - 1)
+
+
 NEAR_MISSES = {
     "another activation": lambda gate, up: nn.relu(gate) * up,
     "a slope of its own": lambda gate, up: gate * nn.sigmoid(1.702 * gate) * up,

@@ -246,7 +246,7 @@ def saved_integers(fn, *args):
     return [d for d in wide if d in (jnp.bool_, jnp.int32, jnp.uint32)]
 
 
-@pytest.mark.parametrize("dtype", [bool, jnp.int32])
+@pytest.mark.parametrize("dtype", [bool, jnp.int8])
 def test_masks_of_arguments_are_not_saved(dtype, rng):
     x = jnp.asarray(rng.normal(size=(2, 80, 96)), jnp.float32)
     shown = jnp.asarray(rng.integers(0, 2, (2, 80, 80)), dtype).at[:, 3].set(dtype(0))
@@ -260,6 +260,26 @@ def test_masks_of_arguments_are_not_saved(dtype, rng):
     actual = compiled(jax.grad(lambda x: jnp.sum(light(x, shown))), x)
     sees = np.asarray(shown).any(axis=-1, keepdims=True)
     np.testing.assert_array_equal(actual, np.where(sees, 2, -3) * np.ones(x.shape))
+
+
+def test_arguments_with_more_bytes_than_their_masks_are_not_kept(rng):
+    x = jnp.asarray(rng.normal(size=(80, 96)), jnp.float32)
+    bits = jnp.asarray(rng.integers(0, 9, (80, 96)), jnp.int32)
+    masked = lambda x, bits: jnp.where(bits < 3, 2 * x, -3 * x)  # noqa: E731
+    assert saved_integers(masked, x, bits) == [jnp.bool_]
+    # Its bytes are kept once for both masks of an argument.
+    twice = lambda x, bits: masked(x, bits) + masked(x[:, :1], bits[:, :1])  # noqa: E731
+    assert saved_integers(twice, x, bits.astype(jnp.int8)) == []
+
+
+def test_numpy_arguments_may_change_before_backward(rng):
+    x = jnp.asarray(rng.normal(size=(80, 96)), jnp.float32)
+    bits = rng.integers(0, 9, (80, 96)).astype(np.int8)
+    expected = np.where(bits < 3, 2.0, -3.0)
+    light = fp8_remat(lambda x, bits: jnp.where(bits < 3, 2 * x, -3 * x))
+    y, vjp = jax.vjp(light, x, bits)
+    bits[:] = 0
+    np.testing.assert_array_equal(vjp(jnp.ones_like(y))[0], expected)
 
 
 @pytest.mark.parametrize(
