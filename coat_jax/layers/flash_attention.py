@@ -11,9 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.dispatch import (
@@ -70,32 +67,7 @@ def flash_attention(
     if mask is not None:
         groups = (m, n // m) if mask.shape[1] > 1 else (1, 1)
         mask = mask.reshape(mask.shape[0], *groups, *mask.shape[2:])
-    shape = b, s, m, n // m, d
-    mesh = array_types.mesh_of((q, k, v))
-    whole = "" if mesh is None or mesh.size == 1 else _whole_axes(b, m, mesh)
-
-    def placed(x: Array, names: str) -> Array:
-        if x is None or not whole:
-            return x
-        spec = [None if name in whole else P.UNCONSTRAINED for name in names]
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
-
-    q = placed(placed(q, "bshd").reshape(shape), "bshgd")
-    k, v, mask = placed(k, "bshd"), placed(v, "bshd"), placed(mask, "bhgst")
-    y = placed(_on_mesh(scores, q, k, v, mask), "bshgd")
-    return placed(y.reshape(b, s, n, d), "bshd")
-
-
-def _whole_axes(b: int, m: int, mesh: AbstractMesh) -> str:
-    """Returns the names of the axes that devices must not split.
-
-    Where axes of the mesh do not divide the sequences or the key heads, XLA may split
-    them, and what was merged with them, over a part of an axis of the mesh. JAX has no
-    name for such a split, and fails to compile.
-    """
-    sizes = [size for size in mesh.shape.values() if size > 1]
-    of_sequences = "" if any(b % size == 0 for size in sizes) else "bs"
-    return of_sequences + ("" if all(m % size == 0 for size in sizes) else "hgd")
+    return _on_mesh(scores, q.reshape(b, s, m, n // m, d), k, v, mask).reshape(q.shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ gathers first, and how results are added up or reduced.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,6 +175,43 @@ class Call:
         axes = mesh.explicit_axes
         return jax.sharding.auto_axes(run, axes=axes, out_sharding=results)(arrays)
 
+    def without_cuts(self, run: Callable, arrays: tuple, out: Any) -> Callable:
+        """Wraps `run(arrays)` so that XLA splits no axis over a part of a mesh axis.
+
+        XLA would do so where a reshape makes the axis of a longer one, such as two
+        heads of columns that four devices split. JAX has no name for such a split, and
+        fails to compile.
+
+        Args:
+          run: A function of arrays on automatic mesh axes.
+          arrays: The arrays.
+          out: The shapes of the results.
+        """
+        mesh = mesh_of(arrays)
+        sizes = [] if mesh is None else [n for n in mesh.shape.values() if n > 1]
+        lengths = self._lengths([x.shape for x in jax.tree.leaves((arrays, out))])
+        cut = {
+            name
+            for name, length in lengths.items()
+            if name != "_"
+            and all(length % size for size in sizes)
+            and any(math.gcd(length, size) > 1 for size in sizes)
+        }
+        if not cut:
+            return run
+
+        def wrapped(arrays: tuple) -> Any:
+            mesh = mesh_of(arrays)  # Results of kernels have types without one.
+
+            def placed(tree: Any, axes: tuple[Axes, ...]) -> Any:
+                leaves, structure = jax.tree.flatten(tree)
+                pairs = zip(leaves, axes, strict=True)
+                return structure.unflatten([_uncut(x, a, cut, mesh) for x, a in pairs])
+
+            return placed(run(placed(arrays, self.operands)), self.results)
+
+        return wrapped
+
     def rule(self) -> tuple[str, dict[str, Any]]:
         """Returns the rule with which Shardy propagates shardings past an operation."""
         unsplit, is_whole_of = (
@@ -224,6 +261,17 @@ def leaves_of(tree: Any, axes: Any) -> Iterable[Axes]:
         return
     for x, axes_of_leaf in zip(tree, axes, strict=True):
         yield from leaves_of(x, axes_of_leaf)
+
+
+def _uncut(x: Array, axes: Axes, cut: Collection[str], mesh: AbstractMesh) -> Array:
+    """Returns an array with whole axes in place of those that must not be cut."""
+    firsts = [names[0] for names in axes.merged]
+    if axes.own or cut.isdisjoint(firsts):
+        return x
+    spec = [None if n == "_" or n in cut else P.UNCONSTRAINED for n in firsts]
+    if axes.gathered:
+        spec[-1] = P.UNCONSTRAINED
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
 
 def _amax(x: Array, axes: Axes) -> Array:

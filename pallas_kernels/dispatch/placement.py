@@ -43,7 +43,7 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
     @jax.custom_batching.custom_vmap
     def step(arrays):
         call, out = Call.of(operation, arrays)
-        run = functools.partial(_partitioned, call)
+        run = call.without_cuts(functools.partial(_partitioned, call), arrays, out)
         if (mesh := mesh_of(arrays)) and mesh.size == 1:
             run = call.on_one_device  # JAX would run the definition of a partition.
         return call.on_explicit_axes(run, arrays, out)

@@ -45,3 +45,25 @@ def test_devices_compute_their_sequences_and_heads(kind, spec, monkeypatch):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-5)
         parts = 4 if len(spec) > 1 else 2
         assert x.addressable_shards[0].data.size == x.size // parts
+
+
+def test_more_devices_than_key_heads(monkeypatch):
+    """XLA would split key heads over a part of the axis that splits query heads."""
+    monkeypatch.setattr(
+        api._Attention, "kernel", lambda self, *arrays: self.reference(*arrays)
+    )
+    monkeypatch.setattr(api._Attention, "obstacle", lambda self, *arrays: None)
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, 16, heads, 8)), jnp.float32)
+        for heads in (8, 2, 2)
+    )
+
+    def attend(q, k, v, implementation):
+        return pk.attention(q, k, v, implementation=implementation)[0]
+
+    expected = attend(q, k, v, "reference")
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    q = jax.device_put(q, NamedSharding(mesh, P(None, None, "a")))
+    actual = jax.jit(attend, static_argnums=3)(q, k, v, "mosaic")
+    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), atol=1e-5)
