@@ -305,9 +305,8 @@ def _check(match: _Attention, graph: Graph) -> None:
     # Within a `shard_map` that leaves some axes to XLA no kernel runs.
     for sharding in (v.aval.sharding for v in (*match.operands, result)):
         mesh = sharding.mesh
-        if mesh.manual_axes and not mesh.are_all_axes_manual:
-            raise MismatchError
-        if array_types.is_partial(sharding):
+        is_mixed = mesh.manual_axes and not array_types.is_manual(mesh)
+        if is_mixed or array_types.is_partial(sharding):
             raise MismatchError
     _check_split(match)
     if len({v.aval.dtype for v in match.operands}) > 1:

@@ -188,7 +188,9 @@ class Call:
           out: The shapes of the results.
         """
         mesh = mesh_of(arrays)
-        sizes = [] if mesh is None else [n for n in mesh.shape.values() if n > 1]
+        if mesh is None:
+            return run
+        sizes = [size for size in mesh.shape.values() if size > 1]
         lengths = self._lengths([x.shape for x in jax.tree.leaves((arrays, out))])
         cut = {
             name
