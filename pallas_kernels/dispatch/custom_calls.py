@@ -32,6 +32,7 @@ _ATTRIBUTES = {
     "output_operand_aliases",
     "result_layouts",
 }
+_METADATA = "mhlo.frontend_attributes"
 _FLAGS = {"skip_device_barrier", "use_custom_barrier", "uses_xla_collective_metadata"}
 _DTYPES = {
     "bf16": jnp.bfloat16,
@@ -150,6 +151,8 @@ def read_calls(module: ir.Module) -> Calls:
 def _call(op: Any, operands: tuple[int, ...]) -> _Call:
     """Returns a custom call that was read, to be called again."""
     attributes = {name: op.attributes[name] for name in op.attributes}
+    # A caller's metadata. JAX attaches it to what is emitted, too.
+    attributes.pop(_METADATA, None)
     if attributes.keys() != _ATTRIBUTES:
         raise UnexpectedError(f"a custom call has attributes {sorted(attributes)}")
     target = attributes["call_target_name"].value

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.kernels import adam, adam_arrays
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -140,6 +141,21 @@ def test_kernels_have_no_names_of_callers_and_no_lines(lowered):
     assert first == second
     assert lowered == ["quantize_rows"] * 2
     assert ".py" not in text(called, _ROWS)
+
+
+@pytest.mark.internals
+def test_metadata_of_callers_stands_at_the_call_and_not_in_the_kernel(lowered):
+    plain = text(_quantize, _ROWS)
+
+    def labelled(x):
+        with set_xla_metadata(label="first"):
+            return _quantize(x)
+
+    program = text(labelled, _ROWS)
+    (call,) = custom_calls(program)
+    assert 'mhlo.frontend_attributes = {label = "first"}' in call
+    assert hashes(program) == hashes(plain)
+    assert set(lowered) == {"quantize_rows"}
 
 
 @pytest.mark.internals
