@@ -216,10 +216,8 @@ class Call:
 
     def rule(self) -> tuple[str, dict[str, Any]]:
         """Returns the rule with which Shardy propagates shardings past an operation."""
-        unsplit, is_whole_of = (
-            self._whole(),
-            {},
-        )  # A dictionary keeps the order, as it must be.
+        unsplit = self._whole()
+        is_whole_of: dict[str, bool] = {}  # In the order of the rule, as JAX requires.
 
         def name(axis: str) -> str:
             axis = f"u{len(is_whole_of)}" if axis == "_" else axis
