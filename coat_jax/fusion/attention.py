@@ -329,7 +329,8 @@ def _check_split(match: _Attention) -> None:
     On a mesh of one axis such heads are whole on every device: the axis splits
     sequences more often. On others each device would compute the heads of all.
     """
-    _, (_, _, heads, _), _ = match.shapes
+    (_, _, query_heads, _), (_, _, key_heads, _), _ = match.shapes
+    heads = key_heads if key_heads > 1 else query_heads
     meshes = [v.aval.sharding.mesh for v in match.operands]
     if devices.is_alone() or any(map(array_types.is_manual, meshes)):
         return

@@ -22,9 +22,6 @@ from pallas_kernels.dispatch import (
 )
 from pallas_kernels.dispatch.axes import Axes
 
-_QUERIES, _KEYS = Axes("b _ h _ _"), Axes("b _ h _")
-_STATISTICS = Axes("b h _ _")
-
 
 def has_flash_attention(q: Array) -> bool:
     """Returns whether cuDNN has a kernel for queries [b, s, n, d], and its gradient."""
@@ -63,7 +60,7 @@ def flash_attention(
         return _in_jax(scores, q, k, v, mask)
     b, s, n, d = q.shape
     m = k.shape[2]
-    # Query heads are in groups that share a key head, which devices may split.
+    # Query heads are in groups that share a key head.
     if mask is not None:
         groups = (m, n // m) if mask.shape[1] > 1 else (1, 1)
         mask = mask.reshape(mask.shape[0], *groups, *mask.shape[2:])
@@ -104,7 +101,8 @@ class _Attention(operations.Operation):
         return None
 
     def axes(self, q, k, v, mask) -> tuple:
-        return (_QUERIES, _KEYS, _KEYS, _axes_of_mask(q, mask)), (_QUERIES, _STATISTICS)
+        queries, keys, statistics = _axes_of(q)
+        return (queries, keys, keys, _axes_of_mask(q, mask)), (queries, statistics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +123,11 @@ class _AttentionGrad(_Attention):
     kernel = reference
 
     def axes(self, do, q, k, v, mask, o, statistics) -> tuple:
-        operands = _QUERIES, _QUERIES, _KEYS, _KEYS, _axes_of_mask(q, mask)
-        return (*operands, _QUERIES, _STATISTICS), (_QUERIES, _KEYS, _KEYS)
+        queries, keys, statistics = _axes_of(q)
+        operands = queries, queries, keys, keys, _axes_of_mask(q, mask)
+        # If devices have some query heads of one key head, its gradients are added.
+        dkeys = dataclasses.replace(keys, reduced="sum")
+        return (*operands, queries, statistics), (queries, dkeys, dkeys)
 
 
 def _differentiated(
@@ -153,13 +154,31 @@ def _statistics_of(q: Array) -> tuple[int, ...]:
     return b, m, g, s
 
 
+def _axes_of(q: Array) -> tuple[Axes, Axes, Axes]:
+    """Returns the axes of queries [b, s, m, g, d], of keys, and of statistics."""
+    m, g = _heads_of(q)
+    return Axes(f"b _ {m} {g} _"), Axes(f"b _ {m} _"), Axes(f"b {m} {g} _")
+
+
 def _axes_of_mask(q: Array, mask: Array | None) -> Axes | None:
     """Returns the axes of a mask [#b, #m, #g, s, t]."""
     if mask is None:
         return None
-    sizes = (mask.shape[0], q.shape[0], "b"), (mask.shape[1], q.shape[2], "h")
-    names = [name if n == of_queries > 1 else "_" for n, of_queries, name in sizes]
-    return Axes(" ".join([*names, "_ _ _"]))
+    names = ["b", *_heads_of(q)]
+    sizes = zip(mask.shape, [q.shape[0], *q.shape[2:4]], strict=False)
+    names = [
+        name if n == of_queries > 1 else "_"
+        for name, (n, of_queries) in zip(names, sizes, strict=True)
+    ]
+    return Axes(" ".join([*names, "_ _"]))
+
+
+def _heads_of(q: Array) -> tuple[str, str]:
+    """Returns the names of the axes of key heads and of groups.
+
+    Devices may split key heads or, where all queries share one, query heads.
+    """
+    return ("_", "h") if q.shape[2] == 1 else ("h", "_")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

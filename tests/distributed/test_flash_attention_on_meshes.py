@@ -46,9 +46,9 @@ def parts(monkeypatch):
     return shapes
 
 
-def arrays():
+def arrays(key_heads=M):
     rng = np.random.default_rng(0)
-    sizes = [(B, S, heads, D) for heads in (N, M, M, N)]
+    sizes = [(B, S, heads, D) for heads in (N, key_heads, key_heads, N)]
     return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in sizes]
 
 
@@ -96,6 +96,21 @@ def test_devices_compute_their_sequences_and_heads(split, part, mask, parts):
     actual = jax.jit(functools.partial(passes, ours))(*placed, mask_of(mask))
     assert_close(actual, expected)
     assert part in parts
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_devices_have_some_query_heads_of_one_key_head(kind, mask, parts):
+    q, k, v, do = arrays(key_heads=1)
+    expected = passes(jaxs, q, k, v, do, mask_of(mask))
+    mesh, _ = on_mesh(kind=kind)
+    splits = [P("a", None, "b"), P("a"), P("a"), P("a", None, "b")]
+    with jax.set_mesh(mesh):
+        shardings = [NamedSharding(mesh, split) for split in splits]
+        placed = map(jax.device_put, (q, k, v, do), shardings)
+        actual = jax.jit(functools.partial(passes, ours))(*placed, mask_of(mask))
+    assert_close(actual, expected)
+    assert (2, S, N // 2, D) in parts
 
 
 def test_arrays_may_be_split_differently():
@@ -187,13 +202,21 @@ def test_parts_that_devices_do_not_divide_are_whole(fn, shapes, splits, parts):
 @pytest.mark.usefixtures("rewritten")
 @pytest.mark.parametrize(
     ("sizes", "heads", "is_found"),
-    [((2, 2), 4, True), ((2, 2), 3, False), ((4, 1), 3, True), ((1, 2), 1, True)],
+    [
+        ((2, 2), (4, 4), True),
+        ((2, 2), (3, 3), False),
+        ((4, 1), (3, 3), True),
+        ((1, 2), (1, 1), True),
+        ((2, 2), (4, 1), True),  # Query heads of one key head.
+        ((2, 2), (3, 1), False),
+        ((2, 2), (12, 3), False),
+    ],
 )
 def test_heads_that_several_axes_do_not_divide_stay(sizes, heads, is_found, parts):
     mesh = jax.make_mesh(sizes, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, P("a"))
-    x = jax.ShapeDtypeStruct((4, 8, heads, 4), BF16, sharding=sharding)
-    jax.jit(coat.fp8_remat(grouped, params_argnums=())).lower(x, x, x).compile()
+    q, k = (jax.ShapeDtypeStruct((4, 8, n, 4), BF16, sharding=sharding) for n in heads)
+    jax.jit(coat.fp8_remat(grouped, params_argnums=())).lower(q, k, k).compile()
     assert bool(parts) == is_found
 
 
