@@ -36,7 +36,7 @@ from coat_jax.programs.primitives import (
     makes_codes,
 )
 from coat_jax.remat.trace import Linearized, linearize
-from pallas_kernels.dispatch import operations, stand_ins
+from pallas_kernels.dispatch import stand_ins
 
 # The role of an array. Inputs are arguments that are not parameters. Copies are made of
 # parameters alone, such as FP8 codes of a weight. Saved arrays pass from forward to
@@ -98,7 +98,7 @@ def liveness(fn: Callable, params: Any, *args: Any) -> Liveness:
       >>> total_bytes(peak(liveness(lambda x: jnp.sin(x) @ x, x).forward))
       768
     """
-    with operations.traced_anew(), stand_ins.for_hopper():
+    with stand_ins.for_hopper():
         traced = linearize(fn, params, *args)
     parameters = traced.forward.jaxpr.invars[: len(jax.tree.leaves(params))]
     roles: dict[core.Var, Role] = dict.fromkeys(parameters, "parameter")

@@ -5,18 +5,17 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from pallas_kernels import versions
 from pallas_kernels.dispatch import array_types, devices, placement, stand_ins
 from pallas_kernels.dispatch.axes import Axes
+from pallas_kernels.dispatch.stand_ins import traced_anew
 
 # `mosaic` is a Pallas kernel for Hopper GPUs. `reference` is the same operation in jnp,
 # for any device.
@@ -63,7 +62,6 @@ class Explanation:
 _made: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
     "choices", default=None
 )
-_traces = itertools.count()
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -103,19 +101,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(tuple(choices))
 
 
-@contextlib.contextmanager
-def traced_anew() -> Iterator[None]:
-    """Makes JAX trace functions anew in this context, even if it has traced them."""
-    # JAX looks up an old trace by its metadata, among others. A new number finds none.
-    with set_xla_metadata(trace=str(next(_traces))):
-        yield
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[None]:
+def counted() -> contextlib.AbstractContextManager[None]:
     """Lets `explain` see calls in jitted functions that JAX has traced before."""
-    with contextlib.nullcontext() if _made.get() is None else traced_anew():
-        yield
+    return contextlib.nullcontext() if _made.get() is None else traced_anew()
 
 
 @contextlib.contextmanager

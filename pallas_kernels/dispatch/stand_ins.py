@@ -7,10 +7,12 @@ traced program, with the shapes of its results and nothing inside.
 
 import contextlib
 import contextvars
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.interpreters import batching
 
@@ -18,19 +20,27 @@ from pallas_kernels.dispatch import array_types
 
 # True while kernels are traced as stand-ins.
 active: contextvars.ContextVar[bool] = contextvars.ContextVar("active", default=False)
+_traces = itertools.count()
 
 
 @contextlib.contextmanager
 def for_hopper() -> Iterator[None]:
     """Traces functions in this context as for a Hopper GPU, with stand-ins.
 
-    Trace them in `operations.traced_anew`: traces with stand-ins must not be reused.
+    They are traced anew, because a trace with stand-ins must not run.
     """
     token = active.set(True)
     try:
-        yield
+        with traced_anew():
+            yield
     finally:
         active.reset(token)
+
+
+def traced_anew() -> contextlib.AbstractContextManager[None]:
+    """Makes JAX trace functions anew in this context, even if it has traced them."""
+    # JAX looks up an old trace by its metadata, among others. A new number finds none.
+    return set_xla_metadata(trace=str(next(_traces)))
 
 
 def _new(name: str) -> core.Primitive:

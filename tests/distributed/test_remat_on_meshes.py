@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 import coat_jax as coat
 from coat_jax.remat.api import fp8_remat
 from experiments.bench.compile_case import for_hopper
-from pallas_kernels.dispatch import operations
 
 pytestmark = pytest.mark.distributed
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -222,7 +221,7 @@ def test_policies_know_matmuls_on_meshes(axis_type):
         jax.ShapeDtypeStruct(shape, BF16, sharding=NamedSharding(mesh, spec))
         for shape, spec in (((1024, 2048), P()), ((8, 512, 1024), P("data")))
     )
-    with jax.set_mesh(mesh), operations.traced_anew(), for_hopper():
+    with jax.set_mesh(mesh), for_hopper():
         residuals = saved(fp8_remat(function, policy=policy), w, x)
     assert seen == {((8 * 512, 1024), (2048, 1024))}
     sizes = [r.nbytes for r in residuals if r.dtype in FP8]

@@ -14,7 +14,7 @@ import coat_jax as coat
 from experiments.bench import foreign
 from experiments.common.foreign_layers import LAYERS, Layer, Modules
 from experiments.common.layer_cases import Shape
-from pallas_kernels.dispatch import operations, stand_ins
+from pallas_kernels.dispatch import stand_ins
 
 # Keys and values have 128 columns, since `fp8` leaves smaller matmuls in BF16.
 _SHAPE = Shape(hidden=256, seq=32, batch=2, intermediate=256, kv_heads=2, head_dim=64)
@@ -56,7 +56,7 @@ def test_on_hopper_a_layer_saves_each_array_once(case, attention, monkeypatch):
     shape = Shape(
         hidden=4096, seq=2048, batch=4, intermediate=14_336, kv_heads=8, head_dim=128
     )
-    with operations.traced_anew(), stand_ins.for_hopper():
+    with stand_ins.for_hopper():
         fn, params = foreign.case_of("llama", case, shape)
         report = coat.residual_report(
             lambda params, x: fn(params, -x), params, shape.input()
@@ -69,7 +69,7 @@ def test_on_hopper_gemma_2s_attention_is_saved_once():
     shape = Shape(
         hidden=4096, seq=2048, batch=4, intermediate=14_336, kv_heads=8, head_dim=128
     )
-    with operations.traced_anew(), stand_ins.for_hopper():
+    with stand_ins.for_hopper():
         fn, params = foreign.case_of("gemma 2", foreign.OWN, shape)
         report = coat.residual_report(
             lambda params, x: fn(params, -x), params, shape.input()
@@ -85,7 +85,7 @@ def test_on_hopper_foreign_layers_save_capped_attention_once():
     shape = Shape(
         hidden=4096, seq=2048, batch=4, intermediate=14_336, kv_heads=8, head_dim=128
     )
-    with operations.traced_anew(), stand_ins.for_hopper():
+    with stand_ins.for_hopper():
         fn, params = foreign.case_of("gemma 2, coat.attention", "both", shape)
         report = coat.residual_report(
             lambda params, x: fn(params, -x), params, shape.input()

@@ -10,7 +10,7 @@ import pytest
 import coat_jax as coat
 from experiments.bench import moe, moe_layers
 from experiments.common import profiling
-from pallas_kernels.dispatch import devices, operations, stand_ins
+from pallas_kernels.dispatch import devices, stand_ins
 
 SHAPE = moe.Shape(256, 4, 256, 512)
 
@@ -20,7 +20,7 @@ def test_programs_compute_the_matmuls_of_a_shape(case):
     rows, experts, k, n = SHAPE
     size = {"forward": rows * n, "input_gradient": rows * k}.get(case, experts * n * k)
     programs = list(moe.CASES[case](SHAPE))
-    with stand_ins.for_hopper(), operations.traced_anew():
+    with stand_ins.for_hopper():
         for program in programs:
             y = jax.eval_shape(program.function, *program.arguments)
             # A dense matmul has one matrix for all rows.

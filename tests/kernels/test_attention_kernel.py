@@ -13,7 +13,7 @@ import coat_jax as coat
 import pallas_kernels as pk
 from coat_jax.layers.attention import Scores, causal_attention
 from experiments.bench.compile_case import for_hopper
-from pallas_kernels.dispatch import devices, operations
+from pallas_kernels.dispatch import devices
 from pallas_kernels.ops.attention import api, plan
 
 BF16 = jnp.bfloat16
@@ -241,7 +241,7 @@ def test_fp8_remat_saves_what_kernels_read_with_statistics(rerun):
     """All of it is exact, or attention runs again with copies of q, k and v."""
     weights = [jax.ShapeDtypeStruct((512, 512), BF16)] * 4
     x = jax.ShapeDtypeStruct((2, 1024, 512), BF16)
-    with for_hopper(), operations.traced_anew():
+    with for_hopper():
         light = coat.fp8_remat(_layer, rerun_attention=rerun)
         rows = coat.residual_report(light, weights, x).rows
     heads = [row.dtype for row in rows if row.shape == (2, 1024, 4, 128)]

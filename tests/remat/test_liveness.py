@@ -120,7 +120,7 @@ def test_an_array_that_is_saved_twice_counts_once():
 def test_kernels_are_stand_ins_of_the_right_types_and_leave_no_trace(rng):
     x = jnp.asarray(rng.standard_normal((64, 256)), jnp.bfloat16)
     quantize = jax.jit(kernels.quantize_rows)
-    with operations.traced_anew(), stand_ins.for_hopper():
+    with stand_ins.for_hopper():
         program = jax.make_jaxpr(quantize)(x)
         [choice] = operations.explain(kernels.quantize_rows, x).choices
     assert choice.implementation == "mosaic"

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 import coat_jax as coat
 from coat_jax.remat.policies import products_saveable
-from pallas_kernels.dispatch import operations, stand_ins
+from pallas_kernels.dispatch import stand_ins
 
 SHAPE = 2, 64, 2, 64
 BESIDE_STATISTICS = "wide, a kernel reads it beside statistics"
@@ -308,7 +308,7 @@ def test_arguments_that_stay_wide_keep_the_kernels_results(arrays):
 @needs_kernels
 def test_cudnns_attention_saves_queries_keys_and_values_alone():
     x = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16)
-    with operations.traced_anew(), stand_ins.for_hopper():
+    with stand_ins.for_hopper():
         rows = coat.residual_report(rerunning(stand_ins.attention), x, x, x).rows
     assert [row.dtype for row in rows].count(jnp.float8_e4m3fn) == 3
     assert all(row.dtype != jnp.float32 for row in rows)

@@ -139,7 +139,7 @@ def kernels_of(fn, dy, *args):
     def gradients(dy, *args):
         return jax.vjp(fn, *args)[1](dy)
 
-    with operations.traced_anew(), stand_ins.for_hopper():
+    with stand_ins.for_hopper():
         program = jax.make_jaxpr(gradients)(dy, *args)
     return collections.Counter(re.findall(r"_Launch\(name='(\w+)'\)", str(program)))
 
@@ -202,7 +202,7 @@ def test_layers_on_devices_have_the_kernels_of_one(fn):
     """Weights that a layer gathers are weights, and a `shard_map` is looked into."""
     expected = coat.fp8_remat(mlp)
     assert kernels_of(fn, X, WEIGHTS, X) == kernels_of(expected, X, WEIGHTS, X)
-    with operations.traced_anew(), stand_ins.for_hopper():
+    with stand_ins.for_hopper():
         actual, alone = (
             sum(r.nbytes for r in saved(f, WEIGHTS, X) if r.dtype in FP8)
             for f in (fn, expected)
