@@ -12,12 +12,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parent.parent
-_FOLDERS = (
-    "coat_jax",
-    "experiments",
-    "pallas_kernels",
-    "tests",
-)
+_FOLDERS = ("coat_jax", "experiments", "pallas_kernels", "tests")
 _FILES = sorted(path for folder in _FOLDERS for path in (_ROOT / folder).rglob("*.py"))
 # No sentence that says what a thing is or does begins with one of these words.
 _NOT_IN_COMMENTS = """

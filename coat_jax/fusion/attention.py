@@ -217,10 +217,7 @@ def _unhidden(
 
 
 def _arranged(
-    x: jax.Array,
-    axes: Sequence[Axis],
-    form: Sequence[Sequence[int]],
-    sizes: Sizes,
+    x: jax.Array, axes: Sequence[Axis], form: Sequence[Sequence[int]], sizes: Sizes
 ) -> jax.Array:
     """Returns an array with its axes in the order and the groups of `form`."""
     labels = [label for axis in axes for label in axis]

@@ -18,12 +18,7 @@ from coat_jax.fusion.gathers import rows_p
 from coat_jax.fusion.halves import cuts_of
 from coat_jax.fusion.operation import fused, traced
 from coat_jax.fusion.patterns import Gate, gate_of, marks_of
-from coat_jax.programs.graph import (
-    Graph,
-    deduplicated,
-    inlined,
-    is_plain_call,
-)
+from coat_jax.programs.graph import Graph, deduplicated, inlined, is_plain_call
 from coat_jax.programs.primitives import all_eqns
 from pallas_kernels.checks import WIDE
 

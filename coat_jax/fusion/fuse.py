@@ -35,13 +35,7 @@ from coat_jax.fusion.patterns import (
     reader_after,
     sum_of,
 )
-from coat_jax.programs.graph import (
-    Graph,
-    deduplicated,
-    inlined,
-    is_plain_call,
-    renamed,
-)
+from coat_jax.programs.graph import Graph, deduplicated, inlined, is_plain_call, renamed
 from coat_jax.programs.primitives import all_eqns, keeps_parts, variables
 from coat_jax.quantization.formats import E4M3, Format
 from pallas_kernels.checks import WIDE

@@ -20,13 +20,7 @@ from jaxtyping import Array, Int, Shaped
 
 from coat_jax.fp8.rows import sums, taken, wide_order
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
-from coat_jax.programs.primitives import (
-    Kind,
-    Operand,
-    all_eqns,
-    kind_of,
-    variables,
-)
+from coat_jax.programs.primitives import Kind, Operand, all_eqns, kind_of, variables
 from pallas_kernels.dispatch import array_types
 
 

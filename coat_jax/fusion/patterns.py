@@ -32,12 +32,7 @@ from coat_jax.fusion.algebra import (
     term_of,
 )
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
-from coat_jax.programs.primitives import (
-    keeps_order,
-    keeps_parts,
-    number_of,
-    variables,
-)
+from coat_jax.programs.primitives import keeps_order, keeps_parts, number_of, variables
 from pallas_kernels import Activation, NormKind
 
 Eqns = tuple[core.JaxprEqn, ...]

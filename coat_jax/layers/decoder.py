@@ -364,9 +364,7 @@ class DecoderLayer(nnx.Module):
         return Fp8Weight(weight, rows, **arrays)
 
     def __call__(
-        self,
-        x: recipes.Residual,
-        segment_ids: Int[Array, "b s"] | None = None,
+        self, x: recipes.Residual, segment_ids: Int[Array, "b s"] | None = None
     ) -> recipes.Residual:
         """Applies the layer to the residual stream [b, s, h]; see `with_routing`.
 
@@ -377,9 +375,7 @@ class DecoderLayer(nnx.Module):
         return self.with_routing(x, segment_ids)[0]
 
     def with_routing(
-        self,
-        x: recipes.Residual,
-        segment_ids: Int[Array, "b s"] | None = None,
+        self, x: recipes.Residual, segment_ids: Int[Array, "b s"] | None = None
     ) -> tuple[recipes.Residual, Routing | None]:
         """Applies the layer; also returns the routing of its experts, if it has any.
 

@@ -55,11 +55,7 @@ Amax = Mapping[str, Float[Array, " length"]]
 
 
 def attention_in(
-    params: Params,
-    stream: Stream,
-    norm: Norm,
-    heads: Heads,
-    keep_copies: bool = False,
+    params: Params, stream: Stream, norm: Norm, heads: Heads, keep_copies: bool = False
 ) -> tuple[Array, Array, Array, tuple[Array, ...], Array]:
     """Computes queries, keys and values: `norm(x) @ qkv.T`, then RoPE.
 

@@ -60,9 +60,7 @@ class PlainRecipe(Recipe):
     takes_codes: ClassVar[bool] = False
 
     def enter(
-        self,
-        x: Float[Array, "b s h"],
-        batch_axes: str | tuple[str, ...] | None = None,
+        self, x: Float[Array, "b s h"], batch_axes: str | tuple[str, ...] | None = None
     ) -> Residual:
         """Returns `x`: the residual stream is a plain array in this recipe."""
         return x

@@ -127,9 +127,7 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def enter(
-        self,
-        x: Float[Array, "b s h"],
-        batch_axes: str | tuple[str, ...] | None = None,
+        self, x: Float[Array, "b s h"], batch_axes: str | tuple[str, ...] | None = None
     ) -> Residual:
         """Returns the residual stream in the form that the first segment takes.
 

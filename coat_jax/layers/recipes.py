@@ -65,9 +65,7 @@ class Fp8Recipe(Recipe):
     pointwise: ClassVar[Wrapper] = staticmethod(jax.checkpoint)
 
     def enter(
-        self,
-        x: Float[Array, "b s h"],
-        batch_axes: str | tuple[str, ...] | None = None,
+        self, x: Float[Array, "b s h"], batch_axes: str | tuple[str, ...] | None = None
     ) -> Residual:
         """Returns `x` as a `Stream`, in which the gradient comes with its scale."""
         check_dtype("the residual stream", x.dtype, WIDE)

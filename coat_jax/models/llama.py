@@ -78,9 +78,7 @@ class Llama(nnx.Module):
             self.layers.local = LayerKind(jnp.array(config.local_layers))
 
     def __call__(
-        self,
-        tokens: Int[Array, "b s"],
-        segment_ids: Int[Array, "b s"] | None = None,
+        self, tokens: Int[Array, "b s"], segment_ids: Int[Array, "b s"] | None = None
     ) -> Float[Array, "b s vocab"]:
         """Computes the logits of each position's next token, in float32.
 
@@ -90,9 +88,7 @@ class Llama(nnx.Module):
         return self.logits(self.hidden(tokens, segment_ids))
 
     def hidden(
-        self,
-        tokens: Int[Array, "b s"],
-        segment_ids: Int[Array, "b s"] | None = None,
+        self, tokens: Int[Array, "b s"], segment_ids: Int[Array, "b s"] | None = None
     ) -> Float[Array, "b s h"]:
         """Computes the final norm's output, in `config.dtype`."""
         return self.decode(self.embed(tokens), segment_ids)
@@ -109,17 +105,13 @@ class Llama(nnx.Module):
         return x if self.config.embedding_scale == 1 else x * scale
 
     def decode(
-        self,
-        x: Float[Array, "b s h"],
-        segment_ids: Int[Array, "b s"] | None = None,
+        self, x: Float[Array, "b s h"], segment_ids: Int[Array, "b s"] | None = None
     ) -> Float[Array, "b s h"]:
         """Computes the final norm's output from the embeddings that `embed` returns."""
         return self._decoded(x, segment_ids)[0]
 
     def hidden_and_routing(
-        self,
-        tokens: Int[Array, "b s"],
-        segment_ids: Int[Array, "b s"] | None = None,
+        self, tokens: Int[Array, "b s"], segment_ids: Int[Array, "b s"] | None = None
     ) -> tuple[Float[Array, "b s h"], Routing | None]:
         """Computes `hidden`, and the loads and losses of experts if there are any.
 
@@ -185,9 +177,7 @@ class Llama(nnx.Module):
 
 
 def apply_layers(
-    layers: Any,
-    x: recipes.Residual,
-    segment_ids: Int[Array, "b s"] | None = None,
+    layers: Any, x: recipes.Residual, segment_ids: Int[Array, "b s"] | None = None
 ) -> tuple[recipes.Residual, Routing | None]:
     """Applies layers with stacked parameters, under `coat.scan_layers`.
 

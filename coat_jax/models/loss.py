@@ -127,11 +127,7 @@ class _LossAndGrads(_Loss):
 
 
 def _chunk_loss(
-    head: Array,
-    hidden: Array,
-    targets: Array,
-    shares: Array,
-    softcap: float | None,
+    head: Array, hidden: Array, targets: Array, shares: Array, softcap: float | None
 ) -> Float[Array, ""]:
     """Computes the sum of a chunk's losses, each multiplied by its share."""
     scores = logits(hidden, head, softcap)

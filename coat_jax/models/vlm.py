@@ -103,9 +103,7 @@ class VisionLanguageModel(nnx.Module):
         self.text = Llama(config.text, rngs=rngs)
 
     def __call__(
-        self,
-        images: Float[Array, "b i height width c"],
-        tokens: Int[Array, "b s"],
+        self, images: Float[Array, "b i height width c"], tokens: Int[Array, "b s"]
     ) -> Float[Array, "b s vocab"]:
         """Computes the logits of each position's next token, in float32."""
         return self.logits(self.hidden(self.encode(images), tokens))

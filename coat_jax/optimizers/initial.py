@@ -18,12 +18,7 @@ from coat_jax import serialization
 from coat_jax.optimizers.moment import KNOWN, Moment
 from coat_jax.optimizers.places import Path, field_of, fields_of
 from coat_jax.optimizers.sharding import nbytes, zeros_like
-from coat_jax.optimizers.state import (
-    VERSION,
-    Layout,
-    QuantizedState,
-    Rounding,
-)
+from coat_jax.optimizers.state import VERSION, Layout, QuantizedState, Rounding
 from coat_jax.optimizers.trees import by_path, in_boxes, is_box, unboxed
 from coat_jax.quantization.granularity import PerGroup
 

@@ -45,9 +45,7 @@ class Graph:
         return tuple(sorted(distinct.values(), key=self.position))
 
     def only_read_by(
-        self,
-        variables: Iterable[core.Var],
-        eqns: Iterable[core.JaxprEqn],
+        self, variables: Iterable[core.Var], eqns: Iterable[core.JaxprEqn]
     ) -> bool:
         """Returns whether all readers of `variables` are in `eqns`."""
         readers = {id(eqn) for eqn in eqns}

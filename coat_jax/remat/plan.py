@@ -10,12 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from coat_jax.programs.graph import renamed, written_out
-from coat_jax.programs.primitives import (
-    is_foreign,
-    is_matmul,
-    size_of,
-    variables,
-)
+from coat_jax.programs.primitives import is_foreign, is_matmul, size_of, variables
 from coat_jax.quantization.granularity import PerGroup
 from coat_jax.remat.kernels import Kernels
 from coat_jax.remat.loops import equal_stacks

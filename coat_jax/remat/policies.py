@@ -11,12 +11,7 @@ from jax.extend import core
 
 from coat_jax.fusion.gathers import rows_p
 from coat_jax.programs.graph import written_out
-from coat_jax.programs.primitives import (
-    TABLE,
-    Kind,
-    bodies_of,
-    is_foreign,
-)
+from coat_jax.programs.primitives import TABLE, Kind, bodies_of, is_foreign
 from coat_jax.remat.trace import Linearized, linearize
 from pallas_kernels import versions
 from pallas_kernels.dispatch import placement

@@ -11,12 +11,7 @@ import numpy as np
 from jax.extend import core
 
 from coat_jax.programs.primitives import bodies_of
-from coat_jax.remat.trace import (
-    Residual,
-    forward_backward,
-    linearize,
-    maker_of,
-)
+from coat_jax.remat.trace import Residual, forward_backward, linearize, maker_of
 from pallas_kernels.dispatch import operations
 
 

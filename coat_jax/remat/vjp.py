@@ -16,11 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
 
-from coat_jax.quantization.array import (
-    QuantizedArray,
-    scales_as_bits,
-    undifferentiated,
-)
+from coat_jax.quantization.array import QuantizedArray, scales_as_bits, undifferentiated
 from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
 from coat_jax.remat.fingerprint import fingerprint

@@ -43,20 +43,9 @@ from experiments.common.foreign_layers import (
     made,
 )
 from experiments.common.layer_cases import CASES as LAYER_CASES
-from experiments.common.layer_cases import (
-    Shape,
-    layer,
-    normal,
-    random_params,
-    shape_of,
-)
+from experiments.common.layer_cases import Shape, layer, normal, random_params, shape_of
 from experiments.common.programs import new_parser, rows_to_join
-from experiments.common.results import (
-    Bar,
-    default_path,
-    versions,
-    write_results,
-)
+from experiments.common.results import Bar, default_path, versions, write_results
 from experiments.common.tables import Column
 from experiments.common.tables import bars as bars_table
 from experiments.common.timing import OPTIONS, add_turns, in_turns, turns_of

@@ -162,11 +162,7 @@ def elementwise_row(case: kernel_cases.KernelCase, compiled: list, copy: float) 
     ours, xla = timing.seconds(compiled, draws)
     rate = case.size / ours / 1e9
     row |= {"ms": ours * 1e3, "xla_ms": xla * 1e3, "ratio_to_xla": xla / ours}
-    return row | {
-        "gb_per_s": rate,
-        "copy_gb_per_s": copy,
-        "share_of_copy": rate / copy,
-    }
+    return row | {"gb_per_s": rate, "copy_gb_per_s": copy, "share_of_copy": rate / copy}
 
 
 def products(args: argparse.Namespace) -> Iterable[ProductCase]:

@@ -295,11 +295,7 @@ def take_memory(*, at_once: bool, share: str = MEMORY_SHARE) -> None:
 
 
 def measure(
-    case: str,
-    model: ModelSize,
-    batch: int,
-    steps: int,
-    spread: Spread = ONE_GPU,
+    case: str, model: ModelSize, batch: int, steps: int, spread: Spread = ONE_GPU
 ) -> Row:
     """Measures the time and memory of a case's training step.
 

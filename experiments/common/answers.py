@@ -43,9 +43,7 @@ def right_answers(
     }
 
 
-def percents(
-    right: Float[np.ndarray, "seeds questions"],
-) -> tuple[float, float, float]:
+def percents(right: Float[np.ndarray, "seeds questions"]) -> tuple[float, float, float]:
     """Returns the percentage of right answers, and the ends of its 95% interval.
 
     The interval is over questions. An answer counts as the mean over seeds.

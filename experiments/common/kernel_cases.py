@@ -274,9 +274,7 @@ OF_LAYERS = {"added": ("out", "down"), "heads": ("qkv",)}
 
 
 def operands(
-    kernel: str,
-    shape: tuple[int, int, int],
-    dtypes: tuple[Any, Any] = (E4M3, E4M3),
+    kernel: str, shape: tuple[int, int, int], dtypes: tuple[Any, Any] = (E4M3, E4M3)
 ) -> tuple[Array, ...]:
     """Draws a `PRODUCTS` kernel's arguments; per-tensor scales are powers of two."""
     m, n, k = shape

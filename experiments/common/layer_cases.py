@@ -82,8 +82,7 @@ CASES: dict[str, LayerCase] = {
     "bf16, nothing saved": LayerCase("bf16", _checkpoint(_policies.nothing_saveable)),
     "bf16, fp8_remat": LayerCase("bf16", lambda layer, in_scan: coat.fp8_remat(layer)),
     "bf16, fp8_remat of products": LayerCase(
-        "bf16",
-        lambda layer, in_scan: coat.fp8_remat(layer, policy=products_saveable),
+        "bf16", lambda layer, in_scan: coat.fp8_remat(layer, policy=products_saveable)
     ),
     "te": LayerCase("te"),
     "coat": LayerCase("coat"),

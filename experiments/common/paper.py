@@ -86,11 +86,7 @@ TABLE_6 = {
 # (1,024 for 30B).
 TABLE_7_COLUMNS = ("optimizer", "activations", "peak", "largest batch", "tokens/s")
 TABLE_7: dict[tuple[str, int, int], dict[str, tuple[float | None, ...]]] = {
-    ("Llama-2-7B", 1, 1): {
-        "bf16": (),
-        "te": (),
-        "coat": (13.1, 8.1, 79.3, 1, 5906),
-    },
+    ("Llama-2-7B", 1, 1): {"bf16": (), "te": (), "coat": (13.1, 8.1, 79.3, 1, 5906)},
     ("Llama-2-7B", 2, 2): {
         "bf16": (None, None, None, 1, 6130),
         "te": (None, None, None, 1, 6842),
@@ -106,11 +102,7 @@ TABLE_7: dict[tuple[str, int, int], dict[str, tuple[float | None, ...]]] = {
         "te": (6.5, 21.9, 37.2, 4, 11704),
         "coat": (1.6, 16.9, 27.0, 8, 11241),
     },
-    ("Llama-2-13B", 2, 1): {
-        "bf16": (),
-        "te": (),
-        "coat": (12.6, 10.1, 73.2, 1, 2137),
-    },
+    ("Llama-2-13B", 2, 1): {"bf16": (), "te": (), "coat": (12.6, 10.1, 73.2, 1, 2137)},
     ("Llama-2-13B", 4, 1): {
         "bf16": (25.1, 20.1, 76.1, 1, 2345),
         "te": (25.1, 17.2, 73.0, 1, 2851),
@@ -121,11 +113,7 @@ TABLE_7: dict[tuple[str, int, int], dict[str, tuple[float | None, ...]]] = {
         "te": (12.6, 17.2, 46.5, 2, 5604),
         "coat": (3.1, 13.2, 32.5, 4, 5650),
     },
-    ("Llama-30B", 8, 1): {
-        "bf16": (),
-        "te": (),
-        "coat": (7.8, 24.2, 70.5, 1, 1363),
-    },
+    ("Llama-30B", 8, 1): {"bf16": (), "te": (), "coat": (7.8, 24.2, 70.5, 1, 1363)},
 }
 TABLE_8 = {
     "E4M3+Expand": (15.13, 12.31, 21.96, 12.43, 14.01, 18.84),

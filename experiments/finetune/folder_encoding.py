@@ -9,12 +9,7 @@ import numpy as np
 from coat_jax.models import hf
 from coat_jax.models.hf.folder import read_json
 from coat_jax.models.hf.text import special_tokens
-from experiments.finetune.conversations import (
-    Conversation,
-    Example,
-    Messages,
-    Passage,
-)
+from experiments.finetune.conversations import Conversation, Example, Messages, Passage
 from experiments.finetune.encoding import Encoder, role_error
 
 

@@ -292,11 +292,7 @@ def _of_tokens(row: dict, location: str) -> Record:
     if not any(learned[1:]):
         raise ValueError("no token is learned that another comes before")
     return TokenRow(
-        tokens=tokens,
-        learned=learned,
-        family=_family(row),
-        place=location,
-        fields=row,
+        tokens=tokens, learned=learned, family=_family(row), place=location, fields=row
     )
 
 

@@ -8,12 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.finetune import tasks
-from experiments.finetune.conversations import (
-    Conversation,
-    Example,
-    Passage,
-    Record,
-)
+from experiments.finetune.conversations import Conversation, Example, Passage, Record
 from experiments.finetune.encoding import Encoder
 from experiments.finetune.packing import PackedWindows
 from experiments.finetune.records import read_records

@@ -71,8 +71,7 @@ def main() -> None:
         for future in tqdm(as_completed(futures), total=len(todo), unit="shape"):
             table[key(*futures[future])] = future.result()
             write_json(
-                args.out,
-                {"device": device(), "versions": versions(), "tuning": table},
+                args.out, {"device": device(), "versions": versions(), "tuning": table}
             )
 
 

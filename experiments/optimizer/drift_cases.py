@@ -107,11 +107,7 @@ STORIES = (
         "alternating sign", lambda time, _: 1.0 - 2.0 * (time.step % 2), kind="positive"
     ),
     Story("all frozen", _factor_of(_ALL, 0.0, _in_freeze), frozen=_ALL),
-    Story(
-        "a fourth frozen",
-        _factor_of(_FOURTH, 0.0, _in_freeze),
-        frozen=_FOURTH,
-    ),
+    Story("a fourth frozen", _factor_of(_FOURTH, 0.0, _in_freeze), frozen=_FOURTH),
 )
 
 
@@ -166,10 +162,7 @@ def _in_coat(**options: Any) -> Method:
 # 8-bit Adam's code of unsigned numbers has one more fraction bit than DE8, because it
 # needs no sign bit.
 UNSIGNED_DE8 = dataclasses.replace(
-    coat.DE8,
-    name="unsigned DE8",
-    table=dynamic_exponents(7),
-    signed=False,
+    coat.DE8, name="unsigned DE8", table=dynamic_exponents(7), signed=False
 )
 UINT8 = dataclasses.replace(
     INT8,

@@ -25,13 +25,7 @@ from jaxtyping import Int32
 from rich.console import Console
 from tqdm import tqdm
 
-from experiments.common.answers import (
-    ALL,
-    percents,
-    points,
-    right_answers,
-    written,
-)
+from experiments.common.answers import ALL, percents, points, right_answers, written
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import (
     Bar,

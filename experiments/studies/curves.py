@@ -36,12 +36,7 @@ from experiments.training import arguments
 from experiments.training.interrupts import STOPPED
 from experiments.training.job import Inputs, train_batches
 from experiments.training.optimizer import Optimizer
-from experiments.training.settings import (
-    ParamDtype,
-    Rounding,
-    Settings,
-    model_config,
-)
+from experiments.training.settings import ParamDtype, Rounding, Settings, model_config
 from experiments.training.trainer import Trainer
 
 Row = dict[str, Any]
@@ -121,10 +116,7 @@ VARIANTS = (
     Variant(name="optax.adamw, BF16 nearest", optimizer=OPTAX, **_BF16),
     Variant(name="fp8_adamw, BF16 nearest", optimizer=FP8, **_BF16),
     Variant(
-        name="fp8_adamw, BF16 stochastic",
-        optimizer=FP8,
-        rounding="stochastic",
-        **_BF16,
+        name="fp8_adamw, BF16 stochastic", optimizer=FP8, rounding="stochastic", **_BF16
     ),
 )
 

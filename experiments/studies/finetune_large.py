@@ -21,11 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments.common.programs import new_parser
-from experiments.common.results import (
-    Bar,
-    default_path,
-    write_results,
-)
+from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.finetune.settings import FinetuneRun
 from experiments.training.interrupts import STOPPED

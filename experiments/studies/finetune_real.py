@@ -22,12 +22,7 @@ import numpy as np
 from rich.console import Console
 
 from experiments.common.programs import new_parser
-from experiments.common.results import (
-    Bar,
-    default_path,
-    read_results,
-    write_results,
-)
+from experiments.common.results import Bar, default_path, read_results, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.finetune import compare
 from experiments.studies.finetune_data import DIALOGUES

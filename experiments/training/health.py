@@ -24,10 +24,7 @@ Reports = dict[str, Any]
 
 
 def reports(
-    model: llama.Llama,
-    tokens: Int[Array, "b s"],
-    grads: nnx.State,
-    opt_state: Any,
+    model: llama.Llama, tokens: Int[Array, "b s"], grads: nnx.State, opt_state: Any
 ) -> Reports:
     """Returns the reports of a step, by the kind of array; a pytree.
 

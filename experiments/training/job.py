@@ -17,14 +17,7 @@ from rich.console import Console, RenderableType
 from experiments.common import meshes
 from experiments.common.memory import device_peak_bytes
 from experiments.common.programs import one_line
-from experiments.training import (
-    arguments,
-    data,
-    memory,
-    processes,
-    report,
-    tensorboard,
-)
+from experiments.training import arguments, data, memory, processes, report, tensorboard
 from experiments.training.bad_steps import BadStep
 from experiments.training.budgets import seconds_per_step, steps_within_budget
 from experiments.training.checkpoints import Checkpoints, Progress

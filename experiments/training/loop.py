@@ -74,10 +74,7 @@ class Loop:
         self._losses = self._recent_losses()
         self._done = 0  # Steps of this process, the first of which is slower.
         self._bar = StepBar(
-            self.recipe,
-            self.run.steps,
-            self.progress.step,
-            enabled=processes.is_main(),
+            self.recipe, self.run.steps, self.progress.step, enabled=processes.is_main()
         )
 
     def finish(self, stop: Interrupts) -> None:

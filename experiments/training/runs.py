@@ -26,12 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from experiments.common.results import (
-    command_line,
-    read_json,
-    replace_file,
-    write_json,
-)
+from experiments.common.results import command_line, read_json, replace_file, write_json
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.checksums import file_checksum, value_checksum
 from experiments.training.rows import NoRows, RowLog, read_rows, rows_checksum

@@ -193,10 +193,7 @@ class ModelTrainer(abc.ABC):
         )
 
     def step(
-        self,
-        state: TrainState,
-        batch: Any,
-        limit: float = math.inf,
+        self, state: TrainState, batch: Any, limit: float = math.inf
     ) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step; `state` is donated.
 
@@ -216,11 +213,7 @@ class ModelTrainer(abc.ABC):
         return self._run(self.compiled[0], state, batch, limit)
 
     def _run(
-        self,
-        compiled: jax.stages.Compiled,
-        state: TrainState,
-        batch: Any,
-        limit: float,
+        self, compiled: jax.stages.Compiled, state: TrainState, batch: Any, limit: float
     ) -> tuple[TrainState, Metrics]:
         batch = self.placed(batch, self._settings.batch_size)
         return compiled(state, batch, np.float32(limit), self.constants)
@@ -383,8 +376,6 @@ class ModelTrainer(abc.ABC):
         return TrainState(params, opt_state, state.seed, histories)
 
 
-def split(
-    model: nnx.Module,
-) -> tuple[nnx.GraphDef, nnx.State, nnx.State, nnx.State]:
+def split(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State, nnx.State]:
     """Returns a model's structure, parameters, histories and constants."""
     return nnx.split(model, nnx.Param, OverwriteWithGradient, ...)

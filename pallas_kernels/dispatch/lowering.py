@@ -28,11 +28,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh
 
 from pallas_kernels import versions
-from pallas_kernels.dispatch.custom_calls import (
-    Calls,
-    read_calls,
-    viewed,
-)
+from pallas_kernels.dispatch.custom_calls import Calls, read_calls, viewed
 
 
 class _Launch:

@@ -26,10 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic import core as mosaic
-from pallas_kernels.mosaic.codec import (
-    LANES,
-    strip_layout,
-)
+from pallas_kernels.mosaic.codec import LANES, strip_layout
 from pallas_kernels.mosaic.sink import Encoded, Sink
 from pallas_kernels.mosaic.strips import Blocks, Encoding, Tuning, Walk
 from pallas_kernels.numerics import GROUP, Scaled
@@ -228,9 +225,7 @@ def scratch_of(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
         return None if dtype is None else tile_of(dtype, walk)
 
     tiles = Encoded(
-        wide=tile(encoding.wide),
-        row=tile(encoding.row),
-        transposed=transposed,
+        wide=tile(encoding.wide), row=tile(encoding.row), transposed=transposed
     )
     return [tiles] * parts
 

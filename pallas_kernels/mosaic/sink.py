@@ -10,11 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.mosaic import core as mosaic
-from pallas_kernels.mosaic.codec import (
-    encode,
-    encode_groups,
-    largest_of,
-)
+from pallas_kernels.mosaic.codec import encode, encode_groups, largest_of
 from pallas_kernels.mosaic.strips import Blocks, Encoding, Walk
 from pallas_kernels.numerics import GROUP, normal
 

@@ -32,9 +32,7 @@ refused(
     contains="scale must be a scalar",
 )
 refused(
-    lambda v: pk.quantize_tensor(X, ONE, copies=v),
-    ["none", None, 2],
-    name="copies",
+    lambda v: pk.quantize_tensor(X, ONE, copies=v), ["none", None, 2], name="copies"
 )
 refused(
     lambda v: pk.quantize_groups(X, implementation=v),

@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers.gradients import (
-    assert_close,
-    compiled,
-    fake,
-    flat,
-    saved,
-    saved_bytes,
-)
+from helpers.gradients import assert_close, compiled, fake, flat, saved, saved_bytes
 
 import coat_jax as coat
 from coat_jax.convert.rules import chosen_blocks, shapes_of

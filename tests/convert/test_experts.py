@@ -87,10 +87,7 @@ def test_less_is_saved():
 
 
 def test_the_report_lists_experts():
-    for dot, reason in (
-        (lax.ragged_dot, ""),
-        (coat.fp8_ragged_dot, "in FP8 already"),
-    ):
+    for dot, reason in ((lax.ragged_dot, ""), (coat.fp8_ragged_dot, "in FP8 already")):
         report = coat.fp8_report(coat.fp8(Model(dot), blocks="layers"), tokens())
         rows = {row.parameter: (row.rows, row.reason) for row in report.rows}
         assert rows["router/kernel"][1] == "4 outputs are fewer than 128"

@@ -31,10 +31,7 @@ NORM = Norm(kind="rms", eps=1e-5)
 EXPERTS = Experts(num_experts=COUNT, top_k=2)
 SHARED = dataclasses.replace(EXPERTS, num_shared=1)
 TOKENS = np.random.default_rng(0).integers(0, 96, (4, 17))
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> jax.sharding.Mesh:

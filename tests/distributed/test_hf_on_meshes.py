@@ -18,8 +18,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    ("case", "piece"),
-    [("qwen2", 0), ("qwen2", 2**25), ("gemma3", 0), ("gemma3", 3000)],
+    ("case", "piece"), [("qwen2", 0), ("qwen2", 2**25), ("gemma3", 0), ("gemma3", 3000)]
 )
 def test_a_mesh_holds_the_same_checkpoint(tmp_path, monkeypatch, case, piece):
     folder = write_folder(tmp_path / "in", case)

@@ -28,10 +28,7 @@ def _state():
     )
     with config.mesh:
         model = easydel.LlamaForCausalLM(
-            config=config,
-            dtype=jnp.float32,
-            param_dtype=jnp.float32,
-            rngs=nnx.Rngs(0),
+            config=config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)
         )
     return EasyDeLState.create(model=model, step=0), config.mesh
 

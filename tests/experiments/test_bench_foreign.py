@@ -125,10 +125,7 @@ def test_own_layers_are_compared_with_the_fastest_bf16(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases",
-    [("bf16", "both", "fp8"), foreign.CASES],
-)
+@pytest.mark.parametrize("cases", [("bf16", "both", "fp8"), foreign.CASES])
 def test_a_command_line_leaves_rows_and_bars(cases, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(foreign, "CASES", {name: foreign.CASES[name] for name in cases})
     out = tmp_path / "foreign.json"

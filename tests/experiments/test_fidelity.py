@@ -17,14 +17,7 @@ import coat_jax as coat
 from coat_jax.models import llama
 from experiments.common.results import write_results
 from experiments.studies.fidelity import __main__ as program
-from experiments.studies.fidelity import (
-    join,
-    model,
-    summary,
-    texts,
-    training,
-    variants,
-)
+from experiments.studies.fidelity import join, model, summary, texts, training, variants
 from experiments.studies.fidelity.operands import Grid, Operands, Weight
 
 _E4M3, _E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2

@@ -183,7 +183,7 @@ class _Oracle:
 
 def test_exact_match_counts_right_results(monkeypatch):
     conversations = [
-        *map(Conversation.of, problems("test", 140, families=["steps", "stories"])),
+        *map(Conversation.of, problems("test", 140, families=["steps", "stories"]))
     ]
     recorded = {c.messages[0][1]: c.messages[1][1] for c in conversations}
     wrong = [question for question in recorded][::5]

@@ -8,11 +8,7 @@ import pytest
 
 from experiments.common.intervals import wilson
 from experiments.finetune import tasks
-from experiments.finetune.conversations import (
-    Conversation,
-    Example,
-    result_of,
-)
+from experiments.finetune.conversations import Conversation, Example, result_of
 from experiments.finetune.encoding import WordsEncoder
 from experiments.finetune.packing import PackedWindows
 from experiments.training.text import bpe_encoder, text_codec

@@ -97,10 +97,7 @@ def test_days_are_those_of_a_recipes_fastest_batch():
 
 def test_gaps_are_to_bf16_of_the_same_seed():
     actual = comparison.gaps(seed_rows(), "train_loss")
-    assert actual == {
-        "coat": pytest.approx([1, 2, 3]),
-        "te": pytest.approx([4]),
-    }
+    assert actual == {"coat": pytest.approx([1, 2, 3]), "te": pytest.approx([4])}
     table = cells(comparison.seeds(seed_rows()))
     # The standard error of 1, 2 and 3 is 1/sqrt(3), of which 4.303 are 2.48.
     expected = ["+2.00 ± 2.48", "+1.00 +2.00 +3.00"]

@@ -136,9 +136,7 @@ def test_a_replay_in_float32_is_exact(captured):
 # Presets, and the largest error of this library's default over COAT's. A tiny model's
 # is about 0.6: 0.59 with the oldest JAX, and 0.61 with the newest.
 @pytest.fixture(
-    scope="module",
-    params=[("tiny", 0.7), ("cpu", 0.5)],
-    ids=["tiny", "cpu"],
+    scope="module", params=[("tiny", 0.7), ("cpu", 0.5)], ids=["tiny", "cpu"]
 )
 def finished(request, tmp_path_factory, text):
     """A preset, a bound of its errors, and the results file of a command line."""

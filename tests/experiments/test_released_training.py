@@ -84,8 +84,7 @@ def test_steps_without_clipping_know_no_norms(ordinary, batches):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("accumulate", 2), ("scaling", "delayed"), ("health_every", 5)],
+    ("name", "value"), [("accumulate", 2), ("scaling", "delayed"), ("health_every", 5)]
 )
 def test_settings_that_need_all_gradients_are_refused(name, value):
     with pytest.raises(ValueError, match=f"release='clip' needs {name}=.*; got"):

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 from helpers.events import events
 from helpers.kills import Killed, on_call
-from helpers.main_job import (
-    bits,
-    final_state,
-    resume,
-    rows_of,
-    tiny,
-    write_letters,
-)
+from helpers.main_job import bits, final_state, resume, rows_of, tiny, write_letters
 
 from experiments.pretrain import program as pretrain
 from experiments.training import plots, runs

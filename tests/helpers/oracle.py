@@ -92,10 +92,7 @@ class Unsigned(Format):
 
 
 UE4M4 = Unsigned(
-    max=464.0,
-    dynamic_range=464.0 / 2.0**-6,
-    smallest_normal=2.0**-6,
-    mantissa_bits=4,
+    max=464.0, dynamic_range=464.0 / 2.0**-6, smallest_normal=2.0**-6, mantissa_bits=4
 )
 OCTAVES = 40.0
 

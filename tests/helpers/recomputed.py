@@ -3,12 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from helpers.gradients import (
-    FP8,
-    ROW,
-    fake,
-    saved,
-)
+from helpers.gradients import FP8, ROW, fake, saved
 from helpers.models import normal
 
 

@@ -238,10 +238,7 @@ def test_the_reference_is_the_librarys_quantization_around_optax(shape):
     inner = state.inner_state
     mu = dataclasses.replace(inner.mu, codes=stored.mu, scale=stored.mu_scale)
     nu = dataclasses.replace(
-        inner.nu,
-        codes=stored.nu,
-        scale=stored.nu_scale,
-        exponent=stored.nu_exponent,
+        inner.nu, codes=stored.nu, scale=stored.nu_scale, exponent=stored.nu_exponent
     )
     inner = inner._replace(count=jnp.asarray(STEP - 1, jnp.int32), mu=mu, nu=nu)
     seeds = seed_of(state.rounding_step), stream_of((), grads)

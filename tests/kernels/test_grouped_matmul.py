@@ -194,8 +194,7 @@ def test_transposes_have_groups_at_multiples_of_128(sizes):
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("sizes", "n", "dtype"),
-    [([100, 0, 1, 155], 144, E5M2), ([130, 0, 7], 192, BF16)],
+    ("sizes", "n", "dtype"), [([100, 0, 1, 155], 144, E5M2), ([130, 0, 7], 192, BF16)]
 )
 def test_transposes_are_identical(implementation, sizes, n, dtype):
     rng = np.random.default_rng(0)
@@ -210,10 +209,7 @@ def test_transposes_are_identical(implementation, sizes, n, dtype):
 @every_implementation
 @pytest.mark.parametrize(
     ("sizes", "rows", "dtype", "codes"),
-    [
-        ([3, 128, 0, 130], 261, F32, E4M3),
-        ([7, 1, 300], 333, BF16, E5M2),
-    ],
+    [([3, 128, 0, 130], 261, F32, E4M3), ([7, 1, 300], 333, BF16, E5M2)],
 )
 def test_transposes_are_quantized(implementation, sizes, rows, dtype, codes):
     x = np.array(kernels.numbers((rows, 128), dtype, octaves=9))

@@ -55,8 +55,7 @@ def joined(q, k, v, cos, sin) -> np.ndarray:
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((2, 128, 4, 2, 64), E4M3), ((1, 256, 3, 1, 32), E5M2)],
+    ("shape", "dtype"), [((2, 128, 4, 2, 64), E4M3), ((1, 256, 3, 1, 32), E5M2)]
 )
 def test_heads_are_joined(implementation, shape, dtype):
     arrays = [*heads(*shape), *angles(shape[1], shape[-1] // 2)]

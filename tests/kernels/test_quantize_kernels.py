@@ -69,17 +69,13 @@ def test_groups_are_decoded(implementation, shape, dtype, codes, group):
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("shape", "dtype", "codes"),
-    [((3, 7, 1152), F32, E5M2), ((17, 2048), BF16, E4M3)],
+    ("shape", "dtype", "codes"), [((3, 7, 1152), F32, E5M2), ((17, 2048), BF16, E4M3)]
 )
 def test_rows_are_quantized_as_groups_are(implementation, shape, dtype, codes):
     # Each row has one odd group: zeros, outliers, infinities, NaNs or denormals.
     x = adversarial((math.prod(shape[:-1]), 128), dtype, seed=sum(shape), group=128)
     x = jnp.concatenate(
-        [
-            numbers(shape, dtype, octaves=0)[..., 128:],
-            x.reshape(*shape[:-1], 128),
-        ],
+        [numbers(shape, dtype, octaves=0)[..., 128:], x.reshape(*shape[:-1], 128)],
         axis=-1,
     )
     quantize = functools.partial(pk.quantize_rows, dtype=codes)

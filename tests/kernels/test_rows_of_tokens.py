@@ -133,11 +133,7 @@ def test_wrong_copies_are_errors(changes, message):
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("sizes", "n", "dtype"),
-    [
-        ([130, 0, 7], 256, E4M3),
-        ([3, 126, 0], 48, E5M2),
-    ],
+    ("sizes", "n", "dtype"), [([130, 0, 7], 256, E4M3), ([3, 126, 0], 48, E5M2)]
 )
 def test_transposes_of_copied_rows_are_identical(implementation, sizes, n, dtype):
     rng = np.random.default_rng(0)

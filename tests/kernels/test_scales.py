@@ -58,8 +58,7 @@ def same(actual, bounds, dtype):
 @every_implementation
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize(
-    "sizes",
-    [slow((128,)), slow((8192, 11008)), slow((264, 516, 4098)), (132, 65536)],
+    "sizes", [slow((128,)), slow((8192, 11008)), slow((264, 516, 4098)), (132, 65536)]
 )
 def test_scales_are_as_specified(implementation, dtype, sizes):
     arrays = [maxima(size, seed) for seed, size in enumerate(sizes)]

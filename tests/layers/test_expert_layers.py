@@ -35,20 +35,13 @@ KINDS = {
     "all": (Experts(num_experts=COUNT, top_k=COUNT), "silu"),
     "sigmoid": (
         Experts(
-            num_experts=COUNT,
-            top_k=3,
-            scores="sigmoid",
-            scale=2.5,
-            selection_bias=True,
+            num_experts=COUNT, top_k=3, scores="sigmoid", scale=2.5, selection_bias=True
         ),
         "gelu_exact",
     ),
 }
 # XLA compiles quickly rather than well.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 LOADS = ("random", "one expert", "empty experts")
 ACTIVATIONS = {
     "silu": jax.nn.silu,

@@ -130,11 +130,7 @@ def test_gated_mlp(kind, gate, dtype):
     dh, dw = product_grads(h, plain["gate_up"].reshape(-1, HIDDEN), flat)
     dnorm, dx_inner = norm_vjp(dh)
     assert_near(float32(dx) - float32(dy), dx_inner, 3 * NEAR)
-    expected = {
-        "norm": dnorm,
-        "gate_up": dw.reshape(2, INNER, HIDDEN),
-        "down": ddown,
-    }
+    expected = {"norm": dnorm, "gate_up": dw.reshape(2, INNER, HIDDEN), "down": ddown}
     assert dparams.keys() == params.keys()
     for name, gradient in dparams.items():
         assert_near(gradient, expected[name], NEAR)

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import vision
-from helpers.gradients import (
-    FP8,
-    assert_close,
-    compiled,
-    cosine,
-    saved,
-    saved_bytes,
-)
+from helpers.gradients import FP8, assert_close, compiled, cosine, saved, saved_bytes
 from helpers.marks import slow
 from helpers.models import initialization, normal, parameters
 

@@ -161,8 +161,7 @@ def test_lookahead(reset_state):
 )
 def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):
     tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        coat.fp8_adamw(1e-2, normalize_mu=normalize_mu),
+        optax.clip_by_global_norm(1.0), coat.fp8_adamw(1e-2, normalize_mu=normalize_mu)
     )
     model = nnx.Linear(128, 128, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

@@ -74,8 +74,7 @@ OPTIMIZERS = {
     "fp8_adamw, trace": (optax.chain(coat.fp8_adamw(1e-3), optax.trace(0.5)), {}),
     "fp8_adamw, frozen": (
         optax.partition(
-            {True: coat.fp8_adamw(1e-3), False: optax.set_to_zero()},
-            matrices_of_layers,
+            {True: coat.fp8_adamw(1e-3), False: optax.set_to_zero()}, matrices_of_layers
         ),
         {},
     ),

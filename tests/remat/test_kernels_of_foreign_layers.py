@@ -77,13 +77,7 @@ def test_interpreted_kernels(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name",
-    [
-        "qwen",
-        "gemma 2",
-        "encoder-decoder",
-        "diffusion transformer",
-    ],
+    "name", ["qwen", "gemma 2", "encoder-decoder", "diffusion transformer"]
 )
 def test_kernels_on_a_gpu(name, monkeypatch):
     assert_errors_of_definitions(name, WIDE, monkeypatch, contextlib.nullcontext)

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers.gradients import (
-    assert_close,
-    compiled,
-    cosine,
-    flat,
-)
+from helpers.gradients import assert_close, compiled, cosine, flat
 from helpers.marks import slow
 from helpers.models import LinenNet, Stateful, normal
 from helpers.versions import ROUNDING

@@ -77,10 +77,7 @@ class WeightOfExperts:
 
 
 def forward_product(
-    x: Scaled,
-    w: WeightOfExperts,
-    rows: Rows,
-    dtype: DTypeLike,
+    x: Scaled, w: WeightOfExperts, rows: Rows, dtype: DTypeLike
 ) -> Float[Array, "rows out"]:
     """Multiplies codes of rows, which have a scale each, by the experts' weights."""
     return once(grouped(x, w.codes, rows.sizes, rows.tiles(), dtype))

@@ -10,11 +10,4 @@ from coat_jax.models.hf.saving import save
 from coat_jax.models.hf.text import ChatTemplate, chat_text, load_tokenizer
 from coat_jax.models.hf.token_bytes import token_bytes
 
-__all__ = [
-    "ChatTemplate",
-    "chat_text",
-    "load",
-    "load_tokenizer",
-    "save",
-    "token_bytes",
-]
+__all__ = ["ChatTemplate", "chat_text", "load", "load_tokenizer", "save", "token_bytes"]

@@ -39,14 +39,7 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts")
 # Keys with another spelling, in which they are written.
 _SPELLINGS = ("rope_parameters", *_EXPERT_COUNTS)
 # Fields of `LlamaConfig` that say how a model is computed rather than what it is.
-_OF_COMPUTATION = (
-    "dtype",
-    "param_dtype",
-    "recipe",
-    "scaling",
-    "batch_axes",
-    "context",
-)
+_OF_COMPUTATION = ("dtype", "param_dtype", "recipe", "scaling", "batch_axes", "context")
 
 
 class _Keys:

@@ -57,11 +57,7 @@ class Weights:
         self._check_unknown(names, config)
 
     def read(
-        self,
-        parameter: Parameter,
-        layer: int,
-        index: Sequence[range],
-        out: np.ndarray,
+        self, parameter: Parameter, layer: int, index: Sequence[range], out: np.ndarray
     ) -> None:
         """Reads a part of a parameter, or of one layer's, and converts it.
 

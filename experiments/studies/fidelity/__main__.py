@@ -21,12 +21,7 @@ import jax
 from tqdm import tqdm
 
 from experiments.common.programs import new_parser, one_line
-from experiments.common.results import (
-    default_path,
-    device,
-    known_rows,
-    write_results,
-)
+from experiments.common.results import default_path, device, known_rows, write_results
 from experiments.studies.fidelity import summary, training
 from experiments.studies.fidelity.model import Shape
 from experiments.studies.fidelity.texts import Windows

@@ -61,11 +61,7 @@ def init(shape: Shape, key: PRNGKeyArray) -> Params:
 
 
 def loss(
-    params: Params,
-    windows: Int[Array, "b length+1"],
-    *,
-    shape: Shape,
-    forward: Forward,
+    params: Params, windows: Int[Array, "b length+1"], *, shape: Shape, forward: Forward
 ) -> Float[Array, ""]:
     """Computes the mean loss in nats per token, with activations in BF16."""
     tokens, targets = windows[:, :-1], windows[:, 1:]

@@ -19,15 +19,7 @@ from jaxtyping import Array
 from pallas_kernels.dispatch import devices, lowering
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.ops.adam.reference import GROUP, Moments
-from pallas_kernels.ops.adam.tile import (
-    TALL,
-    TILE,
-    Factors,
-    Inputs,
-    State,
-    Step,
-    load,
-)
+from pallas_kernels.ops.adam.tile import TALL, TILE, Factors, Inputs, State, Step, load
 
 _SHARED = 223 * 1024  # Bytes of shared memory that a thread block may use.
 

@@ -29,12 +29,7 @@ from pallas_kernels.ops.gate.operands import (
     number_of_parts,
     with_one_axis,
 )
-from pallas_kernels.ops.gate.reference import (
-    Activation,
-    Apart,
-    Gated,
-    joined,
-)
+from pallas_kernels.ops.gate.reference import Activation, Apart, Gated, joined
 from pallas_kernels.ops.quantize.tensor import Wanted, wanted
 
 _PRODUCT = Encoding(transposed=jnp.dtype(jnp.float8_e4m3fn), denormals=True)
@@ -241,12 +236,7 @@ class _Gated(operations.Operation):
             return Gated(values, scale=scale, groups=groups, largest_scale=largest)
         encoding = _encoding(scale, self.dtype, self.row, self.transposed)
         (out,) = elementwise.run(
-            product,
-            tall,
-            scale,
-            name=self.name,
-            encoding=encoding,
-            tuning=self.tuning,
+            product, tall, scale, name=self.name, encoding=encoding, tuning=self.tuning
         )
         return _gated(out, (*leading, n))
 

@@ -20,14 +20,7 @@ _DENSITY = 1 / math.sqrt(2 * math.pi)  # The standard normal density at 0.
 # beyond 9.5 erfc underflows. _ERFC has the coefficients of the polynomial P, the
 # constant first. They are fitted in float64, with relative errors of at most 6e-6.
 _TAIL = 0.43
-_ERFC = (
-    0.12162880,
-    0.11625502,
-    0.14068296,
-    -0.0053946,
-    0.20352425,
-    -0.07669386,
-)
+_ERFC = (0.12162880, 0.11625502, 0.14068296, -0.0053946, 0.20352425, -0.07669386)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

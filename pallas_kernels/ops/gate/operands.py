@@ -8,12 +8,7 @@ from jaxtyping import Array
 from pallas_kernels.checks import check_shape
 from pallas_kernels.dispatch.axes import Axes, tokens, transposed_tokens
 from pallas_kernels.numerics import Scaled
-from pallas_kernels.ops.gate.reference import (
-    Activation,
-    Apart,
-    Gated,
-    Operands,
-)
+from pallas_kernels.ops.gate.reference import Activation, Apart, Gated, Operands
 
 
 def check_activation(activation: Activation) -> None:

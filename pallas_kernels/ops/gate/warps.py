@@ -17,12 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.mosaic import core as mosaic
-from pallas_kernels.mosaic.codec import (
-    decode,
-    encode_groups,
-    floats,
-    strip_layout,
-)
+from pallas_kernels.mosaic.codec import decode, encode_groups, floats, strip_layout
 from pallas_kernels.numerics import GROUP, Scaled, magnitude_bits, reciprocal, row_scale
 from pallas_kernels.ops.gate.reference import Gated
 

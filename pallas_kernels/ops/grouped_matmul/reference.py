@@ -6,11 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import array_types, devices
-from pallas_kernels.ops.grouped_matmul.tiles import (
-    BLOCK,
-    padded_starts,
-    tiles_in_jnp,
-)
+from pallas_kernels.ops.grouped_matmul.tiles import BLOCK, padded_starts, tiles_in_jnp
 
 _NT = (((1,), (1,)), ((), ()))
 

@@ -14,13 +14,7 @@ from pallas_kernels.dispatch.axes import Axes, tokens
 from pallas_kernels.ops.matmul import kernel as matmul_kernel
 from pallas_kernels.ops.matmul import tuning
 from pallas_kernels.ops.matmul.operands import Operands, in_parts
-from pallas_kernels.ops.matmul.plan import (
-    BLOCK,
-    PIECE_M,
-    Heads,
-    Product,
-    Tuning,
-)
+from pallas_kernels.ops.matmul.plan import BLOCK, PIECE_M, Heads, Product, Tuning
 from pallas_kernels.ops.quantize.tensor import maxima_in_jnp
 from pallas_kernels.ops.rope.api import axes_of_angles, check_angles, split_heads
 

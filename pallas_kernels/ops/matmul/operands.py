@@ -10,10 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.checks import CODES
-from pallas_kernels.ops.matmul.plan import (
-    BLOCK,
-    TILE_K,
-)
+from pallas_kernels.ops.matmul.plan import BLOCK, TILE_K
 
 _NT = (((1,), (1,)), ((), ()))
 

@@ -13,14 +13,7 @@ from jaxtyping import Array
 
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES, encode_groups, largest_of, strip_layout
-from pallas_kernels.mosaic.rows import (
-    Norm,
-    Params,
-    Rows,
-    Share,
-    Tuning,
-    reduced,
-)
+from pallas_kernels.mosaic.rows import Norm, Params, Rows, Share, Tuning, reduced
 from pallas_kernels.numerics import GROUP, Scaled, reciprocal, row_scale
 from pallas_kernels.ops.norm.reference import CODES, Normed, NormGrads
 

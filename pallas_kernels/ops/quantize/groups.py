@@ -7,20 +7,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.checks import (
-    CODES,
-    WIDE,
-    check_dtype,
-    check_shape,
-    positive_int,
-)
+from pallas_kernels.checks import CODES, WIDE, check_dtype, check_shape, positive_int
 from pallas_kernels.dispatch import operations
-from pallas_kernels.dispatch.axes import (
-    Axes,
-    as_it_is,
-    grouped,
-    tokens,
-)
+from pallas_kernels.dispatch.axes import Axes, as_it_is, grouped, tokens
 from pallas_kernels.mosaic import elementwise, strips
 from pallas_kernels.mosaic.codec import LANES, decode
 from pallas_kernels.mosaic.rows import Tuning as NormTuning
@@ -311,9 +300,7 @@ def _rows_in_jnp(
 
 
 def _quantized(
-    x: Float[Array, "... n"],
-    dtype: DTypeLike,
-    scale: Float[Array, "..."] | None = None,
+    x: Float[Array, "... n"], dtype: DTypeLike, scale: Float[Array, "..."] | None = None
 ) -> tuple[Array, Array]:
     """Quantizes with one scale per index of the leading axes, found if it is None.
 

@@ -18,12 +18,7 @@ from pallas_kernels.dispatch import operations
 from pallas_kernels.dispatch.axes import WHOLE, Axes
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES, decode, strip_layout
-from pallas_kernels.mosaic.elementwise import (
-    outputs,
-    scratch_of,
-    strips_of,
-    tile_of,
-)
+from pallas_kernels.mosaic.elementwise import outputs, scratch_of, strips_of, tile_of
 from pallas_kernels.mosaic.sink import Encoded, Sink
 from pallas_kernels.mosaic.strips import Encoding, Walk
 from pallas_kernels.numerics import GROUP, Codes, encode, normal
@@ -191,9 +186,7 @@ def split_heads(
 
 
 def turned(
-    x: Float[Array, "b s n d"],
-    cos: Float[Array, "*b s h"],
-    sin: Float[Array, "*b s h"],
+    x: Float[Array, "b s n d"], cos: Float[Array, "*b s h"], sin: Float[Array, "*b s h"]
 ) -> Float[Array, "b s n d"]:
     """Applies RoPE in float32.
 
