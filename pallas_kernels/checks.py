@@ -20,7 +20,7 @@ WIDE = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 def check_dtype(name: str, dtype: DTypeLike, allowed: tuple) -> None:
     """Raises ValueError unless `dtype` is allowed."""
     if jnp.dtype(dtype) not in allowed:
-        names = " or ".join(map(str, allowed))
+        names = " or ".join(str(jnp.dtype(d)) for d in allowed)
         raise ValueError(f"{name} must be {names}, got {jnp.dtype(dtype)}")
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.fp8.ragged_dot import fp8_ragged_dot
-from coat_jax.programs.graph import embedded
+from coat_jax.programs.graph import in_place_of
 
 # `jax.lax.ragged_dot` is this operation with these dimension numbers.
 _RAGGED = "ragged_dot_general"
@@ -44,9 +44,7 @@ def dimensions(eqn: core.JaxprEqn) -> lax.DotDimensionNumbers:
 def fp8_form(eqn: core.JaxprEqn, side: int) -> list[core.JaxprEqn]:
     """Returns the FP8 form of a matmul that has operand `side` as its weight."""
     matmul = partial(_matmul, eqn=eqn, side=side)
-    closed = jax.make_jaxpr(matmul)(*(v.aval for v in eqn.invars))
-    eqns, _ = embedded(closed.jaxpr, eqn.invars, eqn.outvars)
-    return [each.replace(source_info=eqn.source_info) for each in eqns]
+    return in_place_of(eqn, matmul, eqn.invars, eqn.outvars)
 
 
 def _matmul(*operands: jax.Array, eqn: core.JaxprEqn, side: int) -> jax.Array:

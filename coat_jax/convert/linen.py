@@ -13,7 +13,7 @@ from coat_jax.convert.objects import has_arrays
 from coat_jax.convert.record import ModelRecord, Shapes, current
 from coat_jax.convert.rules import Rules, below, chosen_blocks, modules_of, shapes_of
 from coat_jax.remat.classes import method_names
-from coat_jax.remat.modules import linen_method
+from coat_jax.remat.modules import fields_of, linen_method
 from coat_jax.remat.options import Options
 
 # Methods that Flax calls: Linen's own, and `fp8_block` as a method of the block.
@@ -30,8 +30,7 @@ def linen_model(model: nn.Module, rules: Rules, options: Options) -> nn.Module:
     }
     members |= {"__doc__": type(model).__doc__, "__module__": type(model).__module__}
     cls = type(type(model))(type(model).__name__, (type(model),), members)
-    fields = [name for name, f in cls.__dataclass_fields__.items() if f.init]
-    return cls(**{name: getattr(model, name) for name in fields})
+    return cls(**fields_of(model))
 
 
 class _Convert:

@@ -378,5 +378,7 @@ def matmul_codes(
     add = None if add is None else add.astype(out_dtype)
     bias = None if bias is None else bias.astype(jnp.float32)
     options = {"bias": bias, "out_dtype": out_dtype, "keep_maxima": keep_maxima}
-    y = kernels.matmul(a, b, a_scale, b_scale, add, **options)
-    return y if supported else jax.tree.map(lambda x: x.astype(dtype), y)
+    out = kernels.matmul(a, b, a_scale, b_scale, add, **options)
+    if not keep_maxima:
+        return out.astype(dtype)
+    return out[0].astype(dtype), out[1]

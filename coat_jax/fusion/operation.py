@@ -8,7 +8,7 @@ from jax.extend import core
 
 from coat_jax import meshes
 from coat_jax.fp8.primitive import Types, bind, new_primitive
-from coat_jax.programs.graph import embedded
+from coat_jax.programs.graph import in_place_of
 from pallas_kernels.dispatch import operations
 
 
@@ -52,9 +52,7 @@ def traced(
         return [meshes.explicit(y, v.aval.sharding) for y, v in pairs]
 
     with operations.unexplained():  # It runs later.
-        closed = jax.make_jaxpr(placed)(*(v.aval for v in operands))
-    eqns, _ = embedded(closed.jaxpr, operands, results)
-    return [eqn.replace(source_info=like.source_info) for eqn in eqns]
+        return in_place_of(like, placed, operands, results)
 
 
 def _function(

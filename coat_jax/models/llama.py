@@ -258,7 +258,7 @@ def cross_entropy(
     """
     check_shapes(tokens, targets=targets, weights=weights, segment_ids=segment_ids)
     hidden = model.hidden(tokens, segment_ids)
-    return _mean_loss(model, hidden, targets, weights)
+    return mean_loss(model, hidden, targets, weights)
 
 
 class Losses(NamedTuple):
@@ -325,7 +325,7 @@ def training_loss(
     """
     check_shapes(tokens, targets=targets, weights=weights, segment_ids=segment_ids)
     hidden, routing = model.hidden_and_routing(tokens, segment_ids)
-    loss = cross_entropy = _mean_loss(model, hidden, targets, weights)
+    loss = cross_entropy = mean_loss(model, hidden, targets, weights)
     if routing is not None:
         experts = model.config.experts
         loss = loss + experts.balance_weight * routing.balance
@@ -333,9 +333,14 @@ def training_loss(
     return loss, Losses(cross_entropy, routing)
 
 
-def _mean_loss(
-    model: Llama, hidden: Array, targets: Array, weights: Array | None
+def mean_loss(
+    model: Llama,
+    hidden: Float[Array, "b s h"],
+    targets: Int[Array, "b s"],
+    weights: Shaped[Array, "b s"] | None,
 ) -> Float[Array, ""]:
+    """Returns the mean loss of targets, weighted, for a model's final hidden states."""
+
     def mean(hidden, head, targets, weights):
         shares = token_shares(targets, weights)
         return weighted_loss(hidden, head, targets, shares, model.config.logit_softcap)

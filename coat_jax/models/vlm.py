@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from coat_jax.models import vit
+from coat_jax.models import llama, vit
 from coat_jax.models.llama import Llama, LlamaConfig
-from coat_jax.models.loss import token_shares, weighted_loss
+from coat_jax.models.loss import check_shapes
 from coat_jax.models.vit import Vit, VitConfig
 from pallas_kernels.checks import check_positive
 
@@ -214,16 +214,9 @@ def cross_entropy(
     Raises:
       ValueError: If the shapes of `tokens`, `targets` and `is_answer` differ.
     """
-    for name, array in (("targets", targets), ("is_answer", is_answer)):
-        if array.shape != tokens.shape:
-            raise ValueError(
-                f"{name} must have the shape {tokens.shape} of tokens, got "
-                f"{array.shape}"
-            )
+    check_shapes(tokens, targets=targets, is_answer=is_answer)
     hidden = model.hidden(model.encode(images), tokens)
-    shares = token_shares(targets, is_answer)
-    softcap = model.config.text.logit_softcap
-    return weighted_loss(hidden, model.text.head_weight(), targets, shares, softcap)
+    return llama.mean_loss(model.text, hidden, targets, is_answer)
 
 
 def check_tokens(

@@ -157,6 +157,31 @@ def embedded(
     return eqns, passed
 
 
+def in_place_of(
+    eqn: core.JaxprEqn,
+    fn: Callable[..., Any],
+    operands: Sequence[Operand],
+    results: Sequence[core.Var],
+) -> list[core.JaxprEqn]:
+    """Returns operations that compute `fn`, with the source position of `eqn`.
+
+    Args:
+      eqn: The operation that they replace.
+      fn: A function of arrays like `operands`, which closes over no arrays.
+      operands: Its arguments, in the program of `eqn`.
+      results: The variables of that program which its results get.
+
+    Raises:
+      ValueError: If `fn` closes over arrays.
+    """
+    closed = jax.make_jaxpr(fn)(*(v.aval for v in operands))
+    if closed.consts:
+        shapes = [np.shape(x) for x in closed.consts]
+        raise ValueError(f"a rewritten operation closes over arrays of shapes {shapes}")
+    eqns, _ = embedded(closed.jaxpr, operands, results)
+    return [new.replace(source_info=eqn.source_info) for new in eqns]
+
+
 def _inlined(
     program: core.Jaxpr, names: Names, is_call: Callable[[core.JaxprEqn], bool]
 ) -> list[core.JaxprEqn]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from jax.extend import core
 
-from coat_jax.programs.graph import embedded
+from coat_jax.programs.graph import in_place_of
 from pallas_kernels import versions
 from pallas_kernels.dispatch import operations
 
@@ -41,6 +41,4 @@ def with_program(eqn: core.JaxprEqn, fn: Callable[..., list]) -> list[core.Jaxpr
         )(*arrays)
 
     with operations.unexplained(), eqn.ctx.manager:  # It runs later.
-        closed = jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
-    eqns, _ = embedded(closed.jaxpr, eqn.invars, eqn.outvars)
-    return [new.replace(source_info=eqn.source_info) for new in eqns]
+        return in_place_of(eqn, run, eqn.invars, eqn.outvars)

@@ -1,7 +1,6 @@
 """A loss and an optimizer's step in one pass: gradients need no memory of their own."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +87,8 @@ def value_and_update(
         scalar.
       ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
         The returned function raises it for optimizers as above, for a key that `tx`
-        has no use for, and for parameters that two layers read.
+        has no use for, for `max_loss` without `skip_not_finite`, and for parameters
+        that two layers read.
 
     Warns:
       UserWarning: If a parameter is a stack under `jax.lax.scan`, as `flax.nnx.scan`
@@ -126,9 +126,11 @@ def value_and_update(
         opt_state: optax.OptState,
         *args: Any,
         key: Key[Array, ""] | None = None,
-        max_loss: Array | float = math.inf,
+        max_loss: Array | float | None = None,
         **kwargs: Any,
     ) -> tuple:
+        if max_loss is not None and not skip_not_finite:
+            raise ValueError("max_loss needs skip_not_finite, which skips the step")
         whole = Parameters(params, opt_state)
         _check_floating(whole)
         fused = is_fused(tx, whole, opt_state)
@@ -159,7 +161,9 @@ def value_and_update(
             return result[0] if has_aux else result
 
         warn_of_scans(value_of, whole, release.stacked)
-        ok, clip, norms = value <= max_loss, None, None  # No number is <= NaN.
+        ok, clip, norms = jnp.isfinite(value), None, None
+        if max_loss is not None:
+            ok = ok & (value <= max_loss)
         if max_norm is not None:
             sums = _sums_of_squares(release, vjp, value)
             clip = Clip(norm=jnp.sqrt(jnp.sum(sums)), limit=max_norm)
@@ -171,7 +175,6 @@ def value_and_update(
             return _stepped(release, vjp, value, states)
 
         if skip_not_finite:
-            ok = ok & jnp.isfinite(value)
             same = whole.leaves, states, whole.shared()
             leaves, states, shared = lax.cond(ok, stepped, lambda: same)
         else:

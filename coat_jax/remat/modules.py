@@ -275,9 +275,13 @@ def linen_module(module: nn.Module, options: Options) -> nn.Module | Callable:
     """Returns a module with the same fields, or a function if `module` is bound."""
     if module.scope is not None:
         return _lifted_call(module, options)
-    fields = [f.name for f in dataclasses.fields(module) if f.init]
-    attributes = {name: getattr(module, name) for name in fields}
-    return linen_class(type(module), options)(**attributes)
+    return linen_class(type(module), options)(**fields_of(module))
+
+
+def fields_of(module: nn.Module) -> dict[str, Any]:
+    """Returns the arguments with which a Linen module was constructed, by name."""
+    fields = (f.name for f in dataclasses.fields(module) if f.init)
+    return {name: getattr(module, name) for name in fields}
 
 
 def _lifted_call(module: nn.Module, options: Options) -> Callable:

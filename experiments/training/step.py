@@ -316,19 +316,18 @@ class ModelTrainer(abc.ABC):
     ) -> tuple[TrainState, Metrics]:
         """Runs a step with the optimizer inside the backward pass."""
         others = nnx.merge_state(state.histories, constants)
-        clips = self._release == "clip"
+        clips, skips = self._release == "clip", self._settings.bad_step == "skip"
         step = coat.value_and_update(
             lambda params, batch: self.training_loss(params, others, batch),
             self._tx,
             has_aux=True,
             max_norm=self._settings.clip_norm if clips else None,
             return_norms=clips,
-            skip_not_finite=self._settings.bad_step == "skip",
+            skip_not_finite=skips,
         )
         arguments = state.params, state.opt_state, batch
-        (loss, routing), params, opt_state, *norms = step(
-            *arguments, key=self._key(state), max_loss=limit
-        )
+        options = {"key": self._key(state), "max_loss": limit if skips else None}
+        (loss, routing), params, opt_state, *norms = step(*arguments, **options)
         grad_norms, norm, ok = jnp.zeros(0), jnp.float32(jnp.nan), loss <= limit
         if clips:
             grad_norms = jnp.stack(jax.tree.leaves(norms))

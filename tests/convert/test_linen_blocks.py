@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,15 @@ def nearly(light, plain):
 def test_linen_blocks_of_any_name_and_method(cls, method):
     light = coat.fp8(LinenTower(cls, method))
     params = parameters(light, LinenTower(cls, method))
+    assert converted(light.apply, params, X) == {"layers_0", "layers_1"}
+
+
+def test_constants_of_classes_are_no_fields():
+    class Tower(LinenTower):
+        kind: ClassVar[str] = "tower"
+
+    light = coat.fp8(Tower(ScanBlock))
+    params = parameters(light, Tower(ScanBlock))
     assert converted(light.apply, params, X) == {"layers_0", "layers_1"}
 
 

@@ -210,7 +210,11 @@ def test_spans_of_tiles_are_exact():
     [
         ({}, {"softcap": 0.0}, "softcap must be positive"),
         ({}, {"scale": float("nan")}, "scale must be positive"),
-        ({}, {"window": 0}, "window must be positive"),
+        ({}, {"window": 0}, "window must be a positive int, got 0"),
+        ({}, {"window": np.int64(0)}, "window must be a positive int"),
+        ({}, {"window": 2.5}, "window must be a positive int, got 2.5"),
+        ({}, {"window": jnp.float32(2)}, r"an integer scalar, got float32\[\]"),
+        ({}, {"window": jnp.ones(2, int)}, r"an integer scalar, got int32\[2\]"),
         ({}, {"segment_ids": np.zeros((1, 3), np.int32)}, "segment ids must be"),
         ({}, MOSAIC, "positions must be a multiple of 128, got 4"),
         ({"s": 192}, MOSAIC, "positions must be a multiple of 128, got 192"),

@@ -11,6 +11,8 @@ from helpers import released, small_models, vision
 from helpers.gradients import assert_close, compiled, cosine
 from helpers.marks import slow
 from helpers.models import normal, parameters
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax.models import llama, vit, vlm
@@ -204,6 +206,26 @@ def test_shapes_that_do_not_fit_are_refused(name):
     model = nnx.eval_shape(lambda: vlm.VisionLanguageModel(config(), rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=rf"{name} must have .*\(2, 20\) of tokens"):
         vlm.cross_entropy(model, images(), **arguments)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+def test_loss_and_gradients_trace_within_shard_map(recipe):
+    graph, params = split(config(recipe))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(params, images, tokens):
+        arrays = images, tokens, tokens, tokens > 0
+        return vlm.cross_entropy(nnx.merge(graph, params), *arrays)
+
+    def gradients(*arrays):
+        value, grads = jax.value_and_grad(loss)(*arrays)
+        return jax.lax.pmean(value, "data"), grads
+
+    specs = P(), P("data"), P("data")
+    run = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=P())
+    value, grads = jax.eval_shape(run, params, images(), tokens())
+    assert value.shape == ()
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
 
 
 def test_images_need_the_axis_of_sequences():

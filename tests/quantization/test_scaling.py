@@ -15,6 +15,7 @@ from helpers.models import normal, parameters
 
 import coat_jax as coat
 import pallas_kernels as kernels
+from coat_jax.fp8.matmul import matmul_codes
 from coat_jax.layers import parts
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
@@ -131,6 +132,14 @@ def test_maxima_of_what_was_quantized_are_recorded(segment):
         # The gradient of the weight is the sum over 48 tokens of these gradients times
         # the normed input.
         assert 0 < actual["gate_up_grad"] < largest(grads["gate_up"]) * 10
+
+
+def test_maxima_in_float16_do_not_overflow():
+    codes = jnp.full((2, 16), 448, jnp.float8_e4m3fn)
+    scales = jnp.full(2, 0.25, jnp.float32), jnp.float32(0.25)
+    y, maxima = matmul_codes(codes, codes, *scales, dtype=jnp.float16, keep_maxima=True)
+    assert y.dtype == jnp.float16
+    assert maxima.max() == 448**2  # 16 products, and scales of 1 / 4.
 
 
 @pytest.mark.parametrize("segment", SEGMENTS)

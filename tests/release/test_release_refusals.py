@@ -118,6 +118,20 @@ def test_a_parameter_may_be_read_twice_without_a_gradient():
     assert_step_is_plain(loss)
 
 
+def test_optimizers_may_be_compiled_before():
+    """What is traced to look for dependences is not what runs."""
+    adam = coat.scale_by_fp8_adam()
+    compiled = optax.GradientTransformation(adam.init, jax.jit(adam.update))
+    params = parameters(stacked=False)
+    for each in (adam, compiled):
+        tx = optax.chain(each, optax.scale(-1e-3))
+        step = coat.value_and_update(UNROLLED, tx)
+        results = step(params, tx.init(params), tokens())
+        if each is adam:
+            expected = results
+    assert_same_tree_bits(results[1], expected[1])
+
+
 def test_bad_arguments_are_named():
     with pytest.raises(TypeError, match="tx must be an optax transformation, got 3"):
         coat.value_and_update(SCANNED, 3)
@@ -125,6 +139,9 @@ def test_bad_arguments_are_named():
         coat.value_and_update(SCANNED, optax.sgd(1.0), max_norm=-1)
     with pytest.raises(ValueError, match="return_norms needs max_norm"):
         coat.value_and_update(SCANNED, optax.sgd(1.0), return_norms=True)
+    step = coat.value_and_update(SCANNED, optax.sgd(1.0))
+    with pytest.raises(ValueError, match="max_loss needs skip_not_finite"):
+        step({}, optax.sgd(1.0).init({}), tokens(), max_loss=1.0)
     params = {"w": jnp.ones(3), "count": jnp.arange(3)}
     step = coat.value_and_update(lambda p: p["w"].sum(), optax.sgd(1.0))
     with pytest.raises(TypeError, match=r"\['count'\] must be floating, got int32"):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.checks import positive_int
 from pallas_kernels.dispatch import operations
 from pallas_kernels.dispatch.axes import WHOLE, Axes
 from pallas_kernels.ops.attention import backward, forward, reference
@@ -199,8 +200,8 @@ def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive, got {value!r}")
-    if isinstance(window, int) and window < 1:
-        raise ValueError(f"window must be positive, got {window}")
+    if window is not None and not isinstance(window, jax.Array):
+        window = positive_int("window", window)
     scoring = Scoring(
         scale=d**-0.5 if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
@@ -209,10 +210,12 @@ def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
         segmented=segment_ids is not None,
     )
     if window is not None:
+        window = jnp.asarray(window)
+        if window.shape or not jnp.issubdtype(window.dtype, jnp.integer):
+            kind = f"{window.dtype}{list(window.shape)}"
+            raise ValueError(f"window must be an integer scalar, got {kind}")
         # A distance is less than s. Larger windows could overflow in sums.
-        window = jnp.clip(jnp.asarray(window), 1, max(s, 1)).astype(jnp.int32)
-        if window.shape:
-            raise ValueError(f"window must be a scalar, got {window.shape}")
+        window = jnp.clip(window, 1, max(s, 1)).astype(jnp.int32)
     return scoring, (window, segment_ids)
 
 
