@@ -1,7 +1,6 @@
 """Functions of arrays on meshes, with explicit axes or automatic ones."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +123,7 @@ def batch_shards(x: Array, batch_axes: str | tuple[str, ...] | None) -> int:
     if mesh.explicit_axes:
         batch_axes, *_ = *jax.typeof(x).sharding.spec, None
     names = array_types.axis_names(batch_axes)
-    shards = math.prod(mesh.shape[name] for name in names)
+    shards = array_types.parts_of(mesh, names)
     return 1 if len(x) % shards else shards
 
 

@@ -12,14 +12,11 @@ from coat_jax.convert.matmuls import OF_FUNCTION, Conversion
 from coat_jax.convert.objects import object_model
 from coat_jax.convert.record import ModelRecord
 from coat_jax.convert.rules import Rule, Rules, chooser
-from coat_jax.fusion.attention import attention
-from coat_jax.fusion.fuse import fusion
-from coat_jax.fusion.gathers import gathers
 from coat_jax.quantization.formats import E4M3, Format
+from coat_jax.remat.api import options_of
 from coat_jax.remat.modules import over_nodes
 from coat_jax.remat.options import Options
 from coat_jax.remat.pytrees import is_pytree_module
-from coat_jax.remat.shard_maps import with_shard_maps
 from coat_jax.remat.trace import Residual
 
 
@@ -95,16 +92,7 @@ def fp8[ModelRecord](
     for name, rule in (("blocks", blocks), ("matmuls", matmuls)):
         if rule is not None:
             chooser(name, rule)
-    options = Options(
-        format=format,
-        group=group,
-        where=where,
-        policy=policy,
-        key=None,
-        rerun_attention=rerun_attention,
-        rewrites=(gathers, attention, fusion(format, group, where, None)),
-    )
-    options = with_shard_maps(options)
+    options = options_of(format, group, where, policy, None, rerun_attention)
     rules = Rules(blocks=blocks, matmuls=matmuls)
     if isinstance(model, nn.Module):
         return linen_model(model, rules, options)

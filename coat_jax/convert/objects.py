@@ -24,7 +24,14 @@ from coat_jax.convert.rules import (
 from coat_jax.remat.classes import REBUILD, is_callable, method_names
 from coat_jax.remat.modules import nnx_module, over_nodes
 from coat_jax.remat.options import Options
-from coat_jax.remat.pytrees import is_pytree, one_level, pytree_module, recast
+from coat_jax.remat.pytrees import (
+    has_arrays,
+    has_shape,
+    is_pytree,
+    one_level,
+    pytree_module,
+    recast,
+)
 from coat_jax.remat.vjp import is_array
 
 # The attribute of NNX modules that are blocks, with a `Label`.
@@ -71,14 +78,6 @@ class Converting:
         return call
 
 
-def has_arrays(x: Any) -> bool:
-    """Returns whether a pytree has arrays, or types of arrays, as leaves."""
-    return any(
-        is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-        for leaf in jax.tree.leaves(x)
-    )
-
-
 def can_be_block(x: Any) -> bool:
     """Returns whether an object is a module that is called, by any method."""
     if isinstance(x, nnx.Variable) or not isinstance(x, nnx.Pytree):
@@ -103,7 +102,7 @@ def objects_of(
 def parameters_of(model: Any) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of parameters by path; a shared one has several paths."""
     if not isinstance(model, nnx.Pytree):
-        return {p: x.shape for p, x in objects_of(model) if _has_shape(x)}
+        return {p: x.shape for p, x in objects_of(model) if has_shape(x)}
     shapes = {}
     for path, x in objects_of(model):
         if isinstance(x, nnx.Param):
@@ -111,10 +110,6 @@ def parameters_of(model: Any) -> dict[str, tuple[int, ...]]:
             names = (f"{path}/{path_of(keys)}".rstrip("/") for keys, _ in leaves)
             shapes |= {n: v.shape for n, (_, v) in zip(names, leaves, strict=True)}
     return shapes
-
-
-def _has_shape(x: Any) -> bool:
-    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _children(x: Any) -> Mapping[Any, Any]:

@@ -25,6 +25,7 @@ from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.delayed import delayed_scale
 from coat_jax.quantization.formats import E4M3, E5M2, Format
 from pallas_kernels import Codes, Scaled
+from pallas_kernels.checks import WIDE
 from pallas_kernels.dispatch import array_types
 
 # The copy of a weight that forward reads, by `contract`: 0 if the weight's first axis
@@ -146,7 +147,7 @@ def quantize_tensor(
     Without `merge` the transpose has all axes of `x`, the last one first.
     `after` is an array that must be computed before the codes.
     """
-    x = _numbers(x)
+    x = quantizable(x)
     if history is not None:
         scale = delayed_scale(history, format)
     elif scale is None:
@@ -180,7 +181,7 @@ def quantize_tokens(x: Float[Array, "... n"], after: Array | None = None) -> Sca
 
     `after` is an array that must be computed before the codes.
     """
-    return kernels.quantize_rows(_numbers(x), after=after)
+    return kernels.quantize_rows(quantizable(x), after=after)
 
 
 class Fp8Weight(NamedTuple):
@@ -355,10 +356,15 @@ def _backward_codes(
     return codes.transposed
 
 
-def _numbers(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `x` in bfloat16 or float32; differentiating it raises an error."""
+def quantizable(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns `x` in a dtype that kernels quantize; differentiating it is an error."""
     x = undifferentiated(x)
-    return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
+    return x if x.dtype in WIDE else x.astype(jnp.float32)
+
+
+def stored(dtype: DTypeLike) -> DTypeLike:
+    """Returns the dtype in which kernels store a result of a floating dtype."""
+    return dtype if dtype in WIDE else jnp.float32
 
 
 def matmul_codes(
@@ -373,8 +379,7 @@ def matmul_codes(
     keep_maxima: bool = False,
 ) -> Any:
     """Computes `kernels.matmul` with a bias and results of any floating dtypes."""
-    supported = dtype in (jnp.bfloat16, jnp.float32)
-    out_dtype = dtype if supported else jnp.float32
+    out_dtype = stored(dtype)
     add = None if add is None else add.astype(out_dtype)
     bias = None if bias is None else bias.astype(jnp.float32)
     options = {"bias": bias, "out_dtype": out_dtype, "keep_maxima": keep_maxima}

@@ -21,13 +21,14 @@ import pallas_kernels as kernels
 from coat_jax.fp8.matmul import (
     dtype_of,
     once,
+    quantizable,
     quantize_tensor,
     quantize_tokens,
+    stored,
     tensor_scales,
 )
 from coat_jax.fp8.primitive import Types, bind, new_primitive
 from coat_jax.meshes import on_explicit_mesh
-from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import GroupTiles, Scaled, numerics, versions
 from pallas_kernels.dispatch import array_types, operations
@@ -252,21 +253,10 @@ def grouped(
     return y.astype(dtype), maxima
 
 
-def stored(dtype: DTypeLike) -> Any:
-    """Returns the dtype in which kernels store a result of a floating dtype."""
-    return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-
-
 def _transposed(
     x: Float[Array, "m n"], group_sizes: Array, scale: Array, dtype: DTypeLike
 ) -> Float[Array, "n padded"]:
     return kernels.grouped_transpose(quantizable(x), group_sizes, scale, dtype=dtype)
-
-
-def quantizable(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `x` in a dtype that kernels quantize; differentiating it is an error."""
-    x = undifferentiated(x)
-    return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 
 
 def has_group(x: Shaped[Array, "m *n"], group_sizes: Array) -> Bool[Array, " m"]:

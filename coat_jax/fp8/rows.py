@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 import pallas_kernels as kernels
-from coat_jax.fp8.matmul import once
+from coat_jax.fp8.matmul import once, stored
 from pallas_kernels.checks import WIDE
 
 
@@ -68,5 +68,5 @@ def total(
     """
     wide = x if x.dtype in WIDE else x.astype(jnp.float32)
     arrays = wide, places.astype(jnp.int32), add
-    y = kernels.sum_rows(*arrays, out_dtype=dtype if dtype in WIDE else jnp.float32)
+    y = kernels.sum_rows(*arrays, out_dtype=stored(dtype))
     return y.astype(dtype)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 
 from coat_jax.programs.graph import Graph
 from coat_jax.programs.primitives import adds_up, keeps_order, number_of, variables
+from pallas_kernels.checks import WIDE
 from pallas_kernels.dispatch.array_types import is_partial
 
 MARKS = frozenset({"name", "optimization_barrier", "reshard", "sharding_constraint"})
@@ -31,7 +32,6 @@ _ARITHMETIC = frozenset(
 # `jnp.var` chooses by whether there is more than one number.
 _CHOICES = frozenset({"gt", "select_n"})
 _KNOWN = CASTS | _MOVES | _FUNCTIONS | _ARITHMETIC | _CHOICES
-DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 # Norms and gates have less arithmetic, and smaller powers.
 MAX_STEPS = 24
 _MAX_FACTORS = 8
@@ -176,7 +176,7 @@ def before_casts(
         if eqn is None or eqn.primitive.name != "convert_element_type":
             break
         (operand,) = eqn.invars
-        if not isinstance(operand, core.Var) or operand.aval.dtype not in DTYPES:
+        if not isinstance(operand, core.Var) or operand.aval.dtype not in WIDE:
             break
         x = operand
     return x
@@ -196,7 +196,7 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
     dtype = eqn.outvars[0].aval.dtype
     if name in CASTS and x == _Value(Term(x.term.number)):
         return _Value(Term(_cast(x.term.number, dtype)))
-    if dtype not in DTYPES:
+    if dtype not in WIDE:
         raise _UnknownError
     if name not in MARKS and _is_placed(eqn):
         raise _UnknownError
@@ -225,7 +225,7 @@ def _cast(number: float, dtype: jnp.dtype) -> float:
     Raises:
       _UnknownError: If the dtype is not a floating one and has no such number.
     """
-    if dtype in DTYPES:
+    if dtype in WIDE:
         return rounded(number, dtype)
     if jnp.issubdtype(dtype, jnp.integer) and math.isfinite(number):
         limits = jnp.iinfo(dtype)

@@ -29,7 +29,13 @@ from coat_jax.fusion.masks import Mask
 from coat_jax.fusion.operation import traced
 from coat_jax.fusion.softmax import Softmax
 from coat_jax.layers.flash_attention import flash_attention, has_flash_attention
-from coat_jax.programs.graph import Graph, deduplicated, inlined, is_plain_call
+from coat_jax.programs.graph import (
+    Graph,
+    deduplicated,
+    inlined,
+    is_plain_call,
+    with_replaced,
+)
 from coat_jax.programs.primitives import Operand, all_eqns
 from pallas_kernels.dispatch import array_types, devices, stand_ins
 
@@ -57,8 +63,7 @@ def attention(
             replaced[id(match.eqns[-1])] = match.traced()
     if not replaced:
         return program
-    eqns = [new for eqn in inline.eqns for new in replaced.get(id(eqn), [eqn])]
-    return inline.replace(eqns=eqns)
+    return with_replaced(inline, replaced)
 
 
 def _has_kernel() -> bool:

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from jax.extend import core
 
-from coat_jax.fusion.algebra import DTYPES
 from coat_jax.fusion.gathers import rows_p
 from coat_jax.programs.graph import Graph
 from coat_jax.programs.primitives import keeps_order, variables
+from pallas_kernels.checks import WIDE
 
 _LAYOUTS = frozenset({"convert_element_type", "reshape"})
 _SUMS = frozenset({"dot_general", "reduce_sum"})
@@ -56,7 +56,7 @@ def combine_of(rows: core.Var, graph: Graph) -> CombineMatch | None:
     tokens, k, _ = each
     factors = [v for v in variables(product.invars) if v not in of_rows]
     weights = factors[0] if len(factors) == 1 else None
-    if weights is None or weights.aval.dtype not in DTYPES:
+    if weights is None or weights.aval.dtype not in WIDE:
         return None
     if total is product:
         if not _contracts(product, summed) or weights.aval.shape != (tokens, k):
@@ -96,7 +96,7 @@ def _may_be_between(eqn: core.JaxprEqn, var: core.Var, allowed: set[str]) -> boo
     name = eqn.primitive.name
     if name not in allowed or sum(v is var for v in eqn.invars) != 1:
         return False
-    if len(eqn.outvars) != 1 or eqn.outvars[0].aval.dtype not in DTYPES:
+    if len(eqn.outvars) != 1 or eqn.outvars[0].aval.dtype not in WIDE:
         return False
     return name != "reshape" or keeps_order(eqn)
 
@@ -128,6 +128,6 @@ def _by_row(factor: core.Var, shape: tuple[int, ...], graph: Graph) -> core.Var 
         if axes != tuple(range(len(axes))) or len(axes) < len(of_rows):
             return None
         factor, *_ = maker.invars
-    if not isinstance(factor, core.Var) or factor.aval.dtype not in DTYPES:
+    if not isinstance(factor, core.Var) or factor.aval.dtype not in WIDE:
         return None
     return factor if factor.aval.shape in (of_rows, (*of_rows, 1)) else None

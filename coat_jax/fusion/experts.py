@@ -18,7 +18,13 @@ from coat_jax.fusion.gathers import rows_p
 from coat_jax.fusion.halves import cuts_of
 from coat_jax.fusion.operation import fused, traced
 from coat_jax.fusion.patterns import Gate, gate_of, marks_of
-from coat_jax.programs.graph import Graph, deduplicated, inlined, is_plain_call
+from coat_jax.programs.graph import (
+    Graph,
+    deduplicated,
+    inlined,
+    is_plain_call,
+    with_replaced,
+)
 from coat_jax.programs.primitives import all_eqns
 from pallas_kernels.checks import WIDE
 
@@ -127,8 +133,7 @@ def fuse_experts(program: core.Jaxpr) -> core.Jaxpr:
             ends.add(id(eqn))
     replaced = {id(eqn): [] for match in found for eqn in match.eqns}
     replaced |= {id(match.last): match.traced() for match in found}
-    eqns = [new for eqn in program.eqns for new in replaced.get(id(eqn), [eqn])]
-    return program.replace(eqns=eqns)
+    return with_replaced(program, replaced)
 
 
 def _halves(matmul: core.JaxprEqn, graph: Graph) -> Sequence[tuple[core.Var, _Half]]:

@@ -17,7 +17,7 @@ from jax.extend import core
 
 from coat_jax.fp8.dot_general import bound
 from coat_jax.fusion.operation import traced
-from coat_jax.programs.graph import Graph
+from coat_jax.programs.graph import Graph, with_replaced
 from coat_jax.programs.primitives import keeps_order
 from pallas_kernels.dispatch import devices
 
@@ -94,8 +94,7 @@ def split(program: core.Jaxpr, matches: Sequence[Halves]) -> core.Jaxpr:
     """Returns a program with two matmuls in the place of each of these."""
     replaced = {id(eqn): [] for match in matches for eqn in match.eqns}
     replaced |= {id(match.matmul): match.traced() for match in matches}
-    eqns = [new for eqn in program.eqns for new in replaced.get(id(eqn), [eqn])]
-    return program.replace(eqns=eqns)
+    return with_replaced(program, replaced)
 
 
 def joined(

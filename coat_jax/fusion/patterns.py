@@ -19,7 +19,6 @@ from coat_jax.fp8.fused import ACTIVATIONS
 from coat_jax.fp8.prologue import Mark, Norm, Source
 from coat_jax.fusion.algebra import (
     CASTS,
-    DTYPES,
     MAX_STEPS,
     Role,
     Term,
@@ -34,6 +33,7 @@ from coat_jax.fusion.algebra import (
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
 from coat_jax.programs.primitives import keeps_order, keeps_parts, number_of, variables
 from pallas_kernels import Activation, NormKind
+from pallas_kernels.checks import WIDE
 
 Eqns = tuple[core.JaxprEqn, ...]
 
@@ -279,7 +279,7 @@ def activation_of(y: core.Var, graph: Graph) -> Gate | None:
         return "inner" if is_number(operand, graph) else "argument"
 
     for x, _, eqns in arguments_of(y, graph, role_of):
-        if x.aval.dtype not in DTYPES or x.aval.size != y.aval.size:
+        if x.aval.dtype not in WIDE or x.aval.size != y.aval.size:
             continue
         if activation := _gate_terms(1).get(_gate_term(eqns, y, [x])):
             uncast = before_casts(x, graph)
@@ -312,7 +312,7 @@ def _gate_terms(count: int) -> dict[Term | None, Activation]:
     layouts = [("gate", "elements"), ("up", "elements")][:count]
     terms = {}
     for activation, fn in ACTIVATIONS.items():
-        for dtype in DTYPES:
+        for dtype in WIDE:
 
             def product(gate, *up, fn=fn):
                 return math.prod(up, start=fn(gate))

@@ -6,7 +6,6 @@ along the contracted axis, and the second one for every 128 x 128 elements. All 
 are E4M3, also for gradients. Axes are padded with zeros to multiples of 128.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,8 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.fp8.matmul import in_rows, once
+from coat_jax.fp8.matmul import in_rows, once, stored
 from pallas_kernels import Block, Scaled
+from pallas_kernels.checks import WIDE
 from pallas_kernels.dispatch import array_types
 
 BLOCK = 128
@@ -82,7 +82,7 @@ def _quantized(x: Float[Array, "r c"], **blocks: Block) -> Any:
 
 def _padded(x: Float[Array, "r c"]) -> Float[Array, "r c"]:
     """Appends zeros to both axes, up to multiples of 128."""
-    wide = x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
+    wide = x if x.dtype in WIDE else x.astype(jnp.float32)
     short = [(0, -n % BLOCK) for n in x.shape]
     return jnp.pad(wide, short) if any(n for _, n in short) else wide
 
@@ -91,7 +91,6 @@ def _matmul(
     a: Scaled, b: Scaled, shape: tuple[int, int], dtype: DTypeLike
 ) -> Float[Array, "m n"]:
     """Computes `a @ b.T` without the padding."""
-    known = dtype in (jnp.bfloat16, jnp.float32)
-    multiply = partial(kernels.matmul, out_dtype=dtype if known else jnp.float32)
-    y = multiply(a.codes, b.codes, a.scale, b.scale)
+    arrays = a.codes, b.codes, a.scale, b.scale
+    y = kernels.matmul(*arrays, out_dtype=stored(dtype))
     return y[: shape[0], : shape[1]].astype(dtype)

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.dispatch.array_types import axis_names
+from pallas_kernels.dispatch.array_types import axis_names, parts_of
 
 MeshAxes = str | tuple[str, ...] | None
 
@@ -194,7 +194,7 @@ class ContextParallel:
         return (*axis_names(self.head_axes), self.axis)
 
     def _size(self, axes: MeshAxes) -> int:
-        return math.prod(self.mesh.shape[name] for name in axis_names(axes))
+        return parts_of(self.mesh, axis_names(axes))
 
     def _constrained(self, x: Array, *spec: Any) -> Array:
         # Gradients get the same constraint.

@@ -85,7 +85,7 @@ def _in_jax(scores: _Scores, q: Array, k: Array, v: Array, mask: Array | None) -
 
 
 @dataclasses.dataclass(frozen=True)
-class _Attention(operations.Operation):
+class _Attention(operations.OfParts):
     """Attention [b, s, m, g, d] and its statistics, of each device's part."""
 
     scores: _Scores
@@ -94,11 +94,6 @@ class _Attention(operations.Operation):
     def reference(self, q, k, v, mask):
         o, _, statistics = _differentiated(self.scores, q, k, v, mask)
         return o.reshape(q.shape), statistics.reshape(_statistics_of(q))
-
-    kernel = reference
-
-    def obstacle(self, *arrays) -> None:
-        return None
 
     def axes(self, q, k, v, mask) -> tuple:
         queries, keys, statistics = _axes_of(q)
@@ -119,8 +114,6 @@ class _AttentionGrad(_Attention):
         vjp = jax.tree.map(lambda x: saved.get(id(x), x), vjp)
         dq, dk, dv = vjp(do.reshape(again.shape))
         return dq.reshape(q.shape), dk, dv
-
-    kernel = reference
 
     def axes(self, do, q, k, v, mask, o, statistics) -> tuple:
         queries, keys, statistics = _axes_of(q)

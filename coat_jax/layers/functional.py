@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.ops.norm.reference import affine
+from pallas_kernels.ops.norm.reference import affine, standardized
 
 
 def rms_norm(
@@ -26,8 +26,7 @@ def rms_norm(
       >>> rms_norm(jnp.array([[3.0, -3.0]]), eps=0.0)
       Array([[ 1., -1.]], dtype=float32)
     """
-    wide = x.astype(jnp.float32)
-    y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    y, _ = standardized(x.astype(jnp.float32), "rms", eps)
     return affine(y, weight, None).astype(x.dtype)
 
 
@@ -46,10 +45,7 @@ def layer_norm(
       >>> layer_norm(jnp.array([[1.0, 3.0]]), eps=0.0)
       Array([[-1.,  1.]], dtype=float32)
     """
-    wide = x.astype(jnp.float32)
-    centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
-    y = centered * jax.lax.rsqrt(variance + eps)
+    y, _ = standardized(x.astype(jnp.float32), "layer", eps)
     return affine(y, weight, bias).astype(x.dtype)
 
 

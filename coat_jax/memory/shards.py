@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from coat_jax.models import llama
-from pallas_kernels.dispatch.array_types import axis_names
+from pallas_kernels.dispatch.array_types import axis_names, parts_of
 
 # Mesh axes by what they split: the batch, the parameters and the batch, the experts,
 # the parameters and the batch, the parameters and sequences, and the heads and the
@@ -130,7 +130,7 @@ def local_config(config: llama.LlamaConfig, sizes: dict[str, int]) -> llama.Llam
             )
     _check_experts(config, sizes)
     local = {name: getattr(config, name) // parts for name in split}
-    head_dim = config.head_dim or config.hidden_size // config.num_heads
+    head_dim = config.size_of_heads
     context = sizes.get("context", 1)
     local["context"] = None if context == 1 else _LocalContext(parts=context)
     return dataclasses.replace(config, head_dim=head_dim, batch_axes=None, **local)
@@ -216,7 +216,7 @@ def _dividing(mesh: Mesh | AbstractMesh, names: Any, size: int) -> Any:
 
 def _size(names: Any, mesh: Mesh | AbstractMesh) -> int:
     """Returns the number of parts into which mesh axes split an array's axis."""
-    return math.prod(mesh.shape[name] for name in axis_names(names))
+    return parts_of(mesh, axis_names(names))
 
 
 def _spec(path: Any, param: Any, mesh: Mesh | AbstractMesh) -> P:

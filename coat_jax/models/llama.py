@@ -355,7 +355,7 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
         config.intermediate_size,
         config.num_heads,
         config.num_kv_heads,
-        config.head_dim or config.hidden_size // config.num_heads,
+        config.size_of_heads,
         recipe=config.recipe,
         scaling=config.scaling,
         norm=config.norm,

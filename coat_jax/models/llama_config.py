@@ -147,6 +147,11 @@ class LlamaConfig:
             raise ValueError(f"logit_softcap must be positive, got {cap!r}")
 
     @property
+    def size_of_heads(self) -> int:
+        """The size of a head: `head_dim`, or else hidden_size / num_heads."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
     def scores(self) -> Scores:
         """The scale, soft cap and window of attention's scores."""
         return Scores(

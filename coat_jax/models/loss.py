@@ -75,7 +75,7 @@ def token_shares(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loss(operations.Operation):
+class _Loss(operations.OfParts):
     """The sum of all tokens' losses times their shares, in chunks of tokens.
 
     On a mesh each device has chunks of its own tokens.
@@ -90,11 +90,6 @@ class _Loss(operations.Operation):
 
         zero = array_types.varying_alike(jnp.zeros((), jnp.float32), hidden)
         return lax.scan(add, zero, _chunks(hidden, head, targets, shares))[0]
-
-    kernel = reference
-
-    def obstacle(self, *arrays) -> None:
-        return None
 
     def axes(self, *arrays) -> tuple:
         tokens = Axes("b s")
@@ -118,8 +113,6 @@ class _LossAndGrads(_Loss):
         chunks = _chunks(hidden, head, targets, shares)
         (total, dhead), dhidden = lax.scan(add, zeros, chunks)
         return total, dhidden.reshape(hidden.shape), dhead
-
-    kernel = reference
 
     def axes(self, *arrays) -> tuple:
         operands, loss = super().axes(*arrays)

@@ -7,7 +7,6 @@ nothing between devices.
 
 import dataclasses
 import functools
-import math
 import warnings
 from typing import Any
 
@@ -24,7 +23,7 @@ from coat_jax.optimizers.places import field_of, fields_of
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import QuantizedArray, quantize_moment
 from coat_jax.quantization.granularity import PerGroup
-from pallas_kernels.dispatch.array_types import axis_names
+from pallas_kernels.dispatch.array_types import axis_names, parts_of
 
 
 def opt_state_sharding(
@@ -195,4 +194,4 @@ def _of_whole_groups(
 
 def _count(sharding: NamedSharding, axes: Any) -> int:
     """Returns the number of parts into which the mesh axes in `axes` split an array."""
-    return math.prod(sharding.mesh.shape[a] for a in jax.tree.leaves(tuple(axes)))
+    return parts_of(sharding.mesh, jax.tree.leaves(tuple(axes)))

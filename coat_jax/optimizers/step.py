@@ -38,6 +38,7 @@ from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.formats import E4M3, UE4M4
 from coat_jax.quantization.granularity import PerGroup
 from pallas_kernels import AdamScalars, Moments
+from pallas_kernels.checks import WIDE
 from pallas_kernels.dispatch import array_types, devices
 from pallas_kernels.ops.adam import reference
 from pallas_kernels.ops.adam.reference import GROUP
@@ -230,7 +231,7 @@ class _Leaf(NamedTuple):
             and self.nu.format == UE4M4
             and self.mu.granularity == self.nu.granularity == PerGroup(GROUP)
             and self.mu.power == E4M3.power  # It is 1 if each group has its k.
-            and all(x.dtype in (jnp.bfloat16, jnp.float32) for x in arrays)
+            and all(x.dtype in WIDE for x in arrays)
         )
 
     @property

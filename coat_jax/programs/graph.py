@@ -157,6 +157,14 @@ def embedded(
     return eqns, passed
 
 
+def with_replaced(
+    program: core.Jaxpr, replaced: Mapping[int, Sequence[core.JaxprEqn]]
+) -> core.Jaxpr:
+    """Returns a program with other operations in the place of each `id` of one."""
+    eqns = [new for eqn in program.eqns for new in replaced.get(id(eqn), [eqn])]
+    return program.replace(eqns=eqns)
+
+
 def in_place_of(
     eqn: core.JaxprEqn,
     fn: Callable[..., Any],

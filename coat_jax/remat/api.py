@@ -164,16 +164,7 @@ def fp8_remat[Target](
       ...     where=lambda residual: residual.name in ("h", None),
       ... )
     """
-    options = Options(
-        format=format,
-        group=group,
-        where=where,
-        policy=policy,
-        key=key,
-        rerun_attention=rerun_attention,
-        rewrites=(gathers, attention, fusion(format, group, where, key)),
-    )
-    options = with_shard_maps(options)
+    options = options_of(format, group, where, policy, key, rerun_attention)
     try:
         argnums = tuple(map(operator.index, np.atleast_1d(params_argnums)))
     except (TypeError, ValueError):
@@ -196,3 +187,24 @@ def fp8_remat[Target](
         "fp8_remat takes a function, a Flax module or a Flax module class, got "
         f"{target!r}"
     )
+
+
+def options_of(
+    format: Format,
+    group: int,
+    where: Callable[[Residual], bool] | None,
+    policy: Callable[..., Any] | None,
+    key: jax.Array | None,
+    rerun_attention: bool,
+) -> Options:
+    """Returns the options of `fp8_remat`, with its rewrites of programs."""
+    options = Options(
+        format=format,
+        group=group,
+        where=where,
+        policy=policy,
+        key=key,
+        rerun_attention=rerun_attention,
+        rewrites=(gathers, attention, fusion(format, group, where, key)),
+    )
+    return with_shard_maps(options)

@@ -18,8 +18,7 @@ from coat_jax.quantization.array import QuantizedArray, quantize
 from coat_jax.quantization.formats import Format
 from coat_jax.quantization.granularity import PerGroup
 from pallas_kernels import Scaled
-
-_WIDE = (jnp.bfloat16, jnp.float32)
+from pallas_kernels.checks import WIDE
 
 
 def fp8_copy(
@@ -82,7 +81,7 @@ def read_copy(q: QuantizedArray, *, fused: bool = False) -> Float[Array, "... n"
 
 def _fits(shape: tuple[int, ...], dtype: Any, format: Format, group: int) -> bool:
     """Returns whether `pallas_kernels` supports the operation, by kernel or in jnp."""
-    return format.table is None and dtype in _WIDE and shape[-1] % group == 0
+    return format.table is None and dtype in WIDE and shape[-1] % group == 0
 
 
 def _in_batches(fn: Callable) -> Callable:

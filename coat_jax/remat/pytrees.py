@@ -23,10 +23,17 @@ def is_pytree_module(x: Any) -> bool:
     """Returns whether an object is a callable pytree with arrays, not of Flax."""
     if isinstance(x, type | nnx.Pytree | nn.Module) or not callable(x):
         return False
-    return is_pytree(x) and any(
-        is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-        for leaf in jax.tree.leaves(x)
-    )
+    return is_pytree(x) and has_arrays(x)
+
+
+def has_arrays(x: Any) -> bool:
+    """Returns whether a pytree has arrays, or types of arrays, as leaves."""
+    return any(map(has_shape, jax.tree.leaves(x)))
+
+
+def has_shape(x: Any) -> bool:
+    """Returns whether an object is an array or the type of one."""
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def is_pytree(x: Any) -> bool:

@@ -71,7 +71,7 @@ class Exam:
         if self._config is None or not self._prompts:
             return _BATCH
         c, longest = self._config, max(map(len, self._prompts))
-        head = c.head_dim or c.hidden_size // c.num_heads
+        head = c.size_of_heads
         token = 4 * c.num_layers * c.num_kv_heads * head  # BF16 keys and values.
         return max(1, _CACHE_BYTES // (token * (longest + _BUCKET + self._room)))
 

@@ -22,7 +22,7 @@ def flops_per_token(config: llama.LlamaConfig, seq_len: int) -> int:
     backward. The head is a weight, the embedding is not. A token attends to half of the
     sequence in the mean. Recomputation is no work of the model.
     """
-    head_dim = config.head_dim or config.hidden_size // config.num_heads
+    head_dim = config.size_of_heads
     attended = config.num_heads * head_dim
     heads = config.num_heads + 2 * config.num_kv_heads
     experts, hidden_layer = config.experts, 3 * config.intermediate_size

@@ -6,7 +6,8 @@ also has the mesh axes over which the values differ.
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -126,6 +127,11 @@ def varying_alike[Tree](tree: Tree, like: Any = None) -> Tree:
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return jax.tree.map(varying, tree)
+
+
+def parts_of(mesh: Any, names: Iterable[str]) -> int:
+    """Returns the number of parts into which mesh axes split an axis of an array."""
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def largest_over(x: Array, axes: Sequence[str]) -> Array:

@@ -186,8 +186,7 @@ class Operation(abc.ABC):
         """
         arrays = array_types.varying_alike(arrays)
         chosen = _choose(self, arrays, implementation)
-        # Some operations have no kernel: `kernel` is their definition, for parts.
-        has_kernel = type(self).kernel is not type(self).reference
+        has_kernel = not isinstance(self, OfParts)
         mesh = array_types.mesh_of(arrays)
         if chosen == "mosaic" and has_kernel and stand_ins.active.get():
             run = stand_ins.kernel
@@ -199,6 +198,17 @@ class Operation(abc.ABC):
             run = placement.in_jnp if explicit else type(self).reference
         # The types of kernels' results do not say over which devices they vary.
         return array_types.varying_alike(run(self, *arrays), arrays)
+
+
+class OfParts(Operation):
+    """An operation without a kernel, of which each device computes its own part."""
+
+    def kernel(self, *arrays: Any) -> Any:
+        """Computes the operation in jnp."""
+        return self.reference(*arrays)
+
+    def obstacle(self, *arrays: Any) -> None:
+        """Returns None, because jnp computes any arrays."""
 
 
 def _choose(

@@ -97,9 +97,9 @@ def without_reshapes(fn: Callable) -> Callable:
             if step.name == lowering.KERNEL.name:
                 operands = list(map(in_memory, step.takes))
             else:
-                operand_types = (
-                    result_types if step.name == _BARRIER else map(_aval, step.takes)
-                )
+                operand_types = [x.aval for x in step.takes]
+                if step.name == _BARRIER:
+                    operand_types = result_types
                 operands = list(map(read, step.takes, operand_types))
             values |= zip(step.returns, step.run(operands, result_types), strict=True)
         leaves = [read(x, x.aval) for x in returns]
@@ -110,10 +110,6 @@ def without_reshapes(fn: Callable) -> Callable:
 
 def _is_value(x: Any) -> bool:
     return isinstance(x, _Value)
-
-
-def _aval(x: Any) -> Any:
-    return x.aval
 
 
 def _inlined(

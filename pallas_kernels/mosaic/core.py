@@ -23,6 +23,22 @@ def kernel(body: Callable, *, kernel_name: str, **options: Any) -> Callable:
     return lowering.once(run, kernel_name)
 
 
+def by_lanes(*, approx_math: bool = False) -> plgpu.CompilerParams:
+    """Returns the parameters of a kernel that loads from no memory that it stores to.
+
+    It is written for single lanes, and Mosaic adds no barriers between them.
+
+    Args:
+      approx_math: Whether transcendental functions may be approximate. Quantization has
+        none.
+    """
+    return plgpu.CompilerParams(
+        approx_math=approx_math,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        unsafe_no_auto_barriers=True,
+    )
+
+
 def store(ref: Any, value: jax.Array) -> None:
     """Stores a value of any layout to memory that is not swizzled."""
     if hasattr(plgpu, "store"):

@@ -146,13 +146,7 @@ def run(
             grid=(walk.ctas,),
             grid_names=("cta",),
             scratch_types=scratch,
-            compiler_params=plgpu.CompilerParams(
-                # This affects only `fn`; quantization has no such operations.
-                approx_math=True,
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # The kernel loads from no memory that it stores to.
-                unsafe_no_auto_barriers=True,
-            ),
+            compiler_params=mosaic.by_lanes(approx_math=True),
         )(operands, scales, after, blocks)
         return out
 

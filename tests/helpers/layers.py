@@ -61,7 +61,7 @@ def attention(q, k, v, *, causal: bool):
 def llama(config, params, tokens):
     """Computes a Llama's logits, layer by layer."""
     x = params["embedding"][tokens]
-    half = (config.head_dim or config.hidden_size // config.num_heads) // 2
+    half = config.size_of_heads // 2
     turns = angles(tokens.shape[1], half, config.rope_theta)
     activation = {"silu": silu, "gelu": gelu}[config.gate]
 

@@ -7,7 +7,6 @@ mesh gathers codes if another axis splits them, too.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -114,7 +113,7 @@ class ExpertAxis:
                 f'a mesh with an axis "expert" must split nothing but the batch, over '
                 f"{', '.join(self._axes)}; got {', '.join(wrong)}"
             )
-        parts = math.prod(mesh.shape[name] for name in self._axes)
+        parts = array_types.parts_of(mesh, self._axes)
         if batch % parts:
             raise ValueError(
                 f"the batch must be a multiple of {parts}, the size of the mesh axes "

@@ -329,7 +329,7 @@ def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
 def _same(a: LlamaConfig, b: LlamaConfig) -> bool:
     def plain(config: LlamaConfig) -> LlamaConfig:
         changes = {name: getattr(a, name) for name in _OF_COMPUTATION}
-        changes["head_dim"] = config.head_dim or config.hidden_size // config.num_heads
+        changes["head_dim"] = config.size_of_heads
         if config.experts is not None:  # A weight of a loss is not the model's.
             changes["experts"] = dataclasses.replace(config.experts, z_weight=0.0)
         return dataclasses.replace(config, **changes)
@@ -340,7 +340,7 @@ def _same(a: LlamaConfig, b: LlamaConfig) -> bool:
 def _values(family: Family, config: LlamaConfig) -> dict[str, Any]:
     """Returns the keys that say what a configuration says, in the old spelling."""
     acts = {gate: act for act, gate in _GATES.items()}
-    head_dim = config.head_dim or config.hidden_size // config.num_heads
+    head_dim = config.size_of_heads
     values = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

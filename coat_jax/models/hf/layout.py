@@ -132,7 +132,7 @@ def parameters(config: LlamaConfig) -> list[Parameter]:
 
 def _of_layer(config: LlamaConfig) -> Iterator[Parameter]:
     h, f = config.hidden_size, config.intermediate_size
-    d = config.head_dim or h // config.num_heads
+    d = config.size_of_heads
     width = config.num_heads * d, config.num_kv_heads * d
     for norm, tensor in _norms(config).items():
         yield _whole(f"layers/{norm}", f"{tensor}.weight", h)

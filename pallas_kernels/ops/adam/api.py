@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.checks import check_shape
+from pallas_kernels.checks import WIDE, check_shape
 from pallas_kernels.dispatch import array_types, operations
 from pallas_kernels.dispatch.axes import WHOLE, Axes, grouped, tokens
 from pallas_kernels.ops.adam import kernel as adam_kernel
@@ -19,7 +19,6 @@ from pallas_kernels.ops.adam.reference import GROUP, AdamScalars, Moments
 from pallas_kernels.ops.adam.tile import TILE, UNIT, Step, factors, merged
 from pallas_kernels.rounding import random_words, row_major
 
-_DTYPES = (jnp.bfloat16, jnp.float32)
 _STORED = {
     "mu": jnp.float8_e4m3fn,
     "mu_scale": jnp.float32,
@@ -225,7 +224,7 @@ def _check(grads, moments, params, strides, layer) -> None:
 def _obstacle(grads: Array, moments: Moments, params: Array | None) -> str | None:
     """Returns the reason why the kernel cannot run, or None."""
     for name, x in (("gradients", grads), ("parameters", params)):
-        if x is not None and x.dtype not in _DTYPES:
+        if x is not None and x.dtype not in WIDE:
             return f"{name} must be bfloat16 or float32, got {x.dtype}"
     for name, dtype in _STORED.items():
         if (x := getattr(moments, name)).dtype != dtype:

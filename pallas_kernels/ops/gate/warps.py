@@ -70,12 +70,7 @@ def run(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
         kernel_name="gated",
         grid=(pl.cdiv(tokens, _WARPS),),
         grid_names=("cta",),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,  # This affects only `fn`.
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # The kernel loads from no memory that it stores to.
-            unsafe_no_auto_barriers=True,
-        ),
+        compiler_params=mosaic.by_lanes(approx_math=True),  # This affects only `fn`.
     )(operands)
     return out
 

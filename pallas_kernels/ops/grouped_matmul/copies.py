@@ -123,11 +123,7 @@ class _CopyRows(operations.Operation):
             kernel_name="copy_rows",
             grid=(tokens,),
             grid_names=("token",),
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # The kernel loads from no memory that it stores to.
-                unsafe_no_auto_barriers=True,
-            ),
+            compiler_params=mosaic.by_lanes(),
         )(x.reshape(-1, GROUP), places).reshape(self.rows, n)
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -132,9 +131,5 @@ def _run(x: Array, places: Array, add: Array | None, *, dtype: DTypeLike) -> Arr
         kernel_name="sum_rows",
         grid=(tokens,),
         grid_names=("token",),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # The kernel loads from no memory that it stores to.
-            unsafe_no_auto_barriers=True,
-        ),
+        compiler_params=mosaic.by_lanes(),
     )(flat(x), places, flat(add)).reshape(tokens, n)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.checks import check_shape, scalar
+from pallas_kernels.checks import WIDE, check_shape, scalar
 from pallas_kernels.dispatch import operations
 from pallas_kernels.dispatch.axes import WHOLE, Axes, tokens
 from pallas_kernels.mosaic.rows import Norm, Params, Rows, Tuning, obstacle
@@ -17,8 +17,6 @@ from pallas_kernels.ops.norm import kernel as norm_kernel
 from pallas_kernels.ops.norm import reference
 from pallas_kernels.ops.norm.reference import CODES, Normed, NormGrads
 from pallas_kernels.ops.quantize.tensor import Wanted, transpose, wanted
-
-_PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def norm(
@@ -344,7 +342,7 @@ def _obstacle(x, weight, bias, *others) -> str | None:
         if array is not None and array.dtype != jnp.bfloat16:
             return f"rows must be bfloat16, got {array.dtype}"
     for array in (weight, bias):
-        if array is not None and array.dtype not in _PARAM_DTYPES:
+        if array is not None and array.dtype not in WIDE:
             return f"parameters must be bfloat16 or float32, got {array.dtype}"
     return obstacle(codes.shape)
 

@@ -67,11 +67,7 @@ def maxima(*arrays: Array) -> Float[Array, " k"]:
             kernel_name="maxima",
             grid=(batch, ctas),
             grid_names=("batch", "cta"),
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # The kernel loads from no memory that it stores to.
-                unsafe_no_auto_barriers=True,
-            ),
+            compiler_params=mosaic.by_lanes(),
         )(*arrays)
 
     @launch.def_vmap
@@ -123,11 +119,7 @@ def scales(
             kernel_name="tensor_scales",
             grid=(len(arrays),),
             grid_names=("bound",),
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # The kernel loads from no memory that it stores to.
-                unsafe_no_auto_barriers=True,
-            ),
+            compiler_params=mosaic.by_lanes(),
         )(arrays)
         return out
 

@@ -133,11 +133,7 @@ def _run(
             "tile": plgpu.SMEM((columns, LANES), dtype),
             "stages": Stages.of((operand,), walk),
         },
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # The kernel loads from no memory that it stores to.
-            unsafe_no_auto_barriers=True,
-        ),
+        compiler_params=mosaic.by_lanes(),
     )(operand, inverse)
 
 

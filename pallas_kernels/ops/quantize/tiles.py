@@ -108,12 +108,7 @@ def run(
                 "codes": [None if copy is None else staged for copy in outputs],
                 "inverses": plgpu.SMEM((SIZE,), jnp.float32),
             },
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True,  # No operation of quantization has another form.
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # The kernel loads from no memory that it stores to.
-                unsafe_no_auto_barriers=True,
-            ),
+            compiler_params=mosaic.by_lanes(),
         )(x)
         return out
 

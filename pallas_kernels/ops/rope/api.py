@@ -297,11 +297,7 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
                 "halves": [tile_of(q.dtype, walk)] * 2,
                 "barrier": plgpu.Barrier(num_arrivals=2),
             },
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # The kernel loads from no memory that it stores to.
-                unsafe_no_auto_barriers=True,
-            ),
+            compiler_params=mosaic.by_lanes(),
         )(heads, tables, scale)
         return out
 
