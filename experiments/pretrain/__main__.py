@@ -9,4 +9,5 @@ def _load():
     return run_program
 
 
-interrupts.run_module(_load)
+if __name__ == "__main__":
+    interrupts.run_module(_load)

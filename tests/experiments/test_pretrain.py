@@ -4,17 +4,13 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import compiled_cache
 from helpers.main_job import bits, final_state, rows_of, tiny
 
 import coat_jax as coat
@@ -33,7 +29,6 @@ from experiments.training import (
 )
 from experiments.training import trainer as training
 from experiments.training.checkpoints import Checkpoints, Progress
-from experiments.training.interrupts import STOPPED
 from experiments.training.job import compile_trainer, train_batches
 from experiments.training.settings import PRESETS, Settings, model_config
 from experiments.training.state import TrainState
@@ -48,20 +43,8 @@ def text(tmp_path_factory):
     return trials.write_corpus(tmp_path_factory.mktemp("text"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """A compilation cache of these tests alone, since some of them kill its writers."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    with compiled_cache.own_settings(**options):
-        yield {name.upper(): str(value) for name, value in options.items()}
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, text):
+def finished(tmp_path_factory, text, shared_trainers):
     """The folder of a run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("runs") / "undisturbed"
     assert pretrain.main([*_TINY, "--data", str(text), "--out", str(folder)]) == 0
@@ -116,54 +99,6 @@ def test_a_run_leaves_what_becomes_of_fp8_moments(finished):
     assert last == [{"recipe": "coat", "step": _STEPS} | row for row in expected]
     assert all(0 < row["error"] < 0.1 for row in rows)
     assert (finished / "moments.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stops", [False, True])
-def test_interruptions_change_no_bit(
-    stops, finished, text, tmp_path, compilation_cache
-):
-    """Kills a run, with `stops` one that was stopped by Ctrl-C and resumed before."""
-    folder = tmp_path / "disturbed"
-    program = [sys.executable, "-W", "error", "-m", "experiments.pretrain"]
-
-    def interrupt(arguments, recipe, step, number):
-        """Starts a process and sends it a signal once a step is done."""
-        process = subprocess.Popen(
-            [*program, *arguments],
-            env=os.environ | compilation_cache,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        metrics, mark = folder / "metrics.jsonl", f'"{recipe}", "step": {step},'
-        while process.poll() is None:
-            if metrics.exists() and mark in metrics.read_text():
-                process.send_signal(number)
-                break
-            time.sleep(0.01)
-        return process.communicate(timeout=300)[0], process.returncode
-
-    command = [*_TINY, "--data", str(text), "--out", str(folder)]
-    if stops:
-        output, code = interrupt(command, "bf16", 4, signal.SIGINT)
-        assert code == STOPPED
-        assert f"--resume {folder}" in output.replace("\n", "")
-        saved = [*(folder / "checkpoints" / "bf16").iterdir()]
-        assert [int(path.name) >= 4 for path in saved] == [True]
-        command = ["--resume", str(folder)]
-
-    _, code = interrupt(command, "coat", 12, signal.SIGKILL)
-    assert code == -signal.SIGKILL
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"recipe": "coat", "st')  # This is what a kill in mid-write leaves.
-
-    assert pretrain.main(["--resume", str(folder)]) == 0
-    for name in ("metrics.jsonl", "moments.jsonl"):
-        assert (folder / name).read_text() == (finished / name).read_text()
-    for recipe in ("bf16", "coat"):
-        state = final_state(folder, recipe)
-        assert bits(state) == bits(final_state(finished, recipe))
 
 
 def test_a_finished_run_resumes_to_the_same_summary(finished):

@@ -39,6 +39,7 @@ def ordinary(batches):
     return after(batches)
 
 
+@pytest.mark.slow  # Bits of released steps are tests of release.
 def test_released_steps_follow_ordinary_ones(ordinary, batches):
     """Clipping to 1, which the first gradients are above."""
     expected, metrics, _ = ordinary

@@ -102,7 +102,7 @@ def recorded(*families):
 def assert_no_more_than_recorded(rows, families):
     assert not [row for row in rows if row["spill_bytes"] or row["losses"]]
     if sm90.versions() != _RECORDED["compiled_by"]:
-        return  # Other compilers assign registers differently.
+        pytest.skip("other compilers than those recorded assign registers differently")
     initial = recorded(*families)
     grown = [
         (row, initial[case])

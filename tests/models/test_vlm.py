@@ -121,23 +121,19 @@ def test_loss_is_that_of_answers():
     is_answer = np.zeros(targets.shape, bool)
     is_answer[0, 8:11] = is_answer[1, 12:18] = True
 
-    @jax.jit
-    def run(params, is_answer):
-        def loss(params):
-            model = nnx.merge(graph, params)
-            logits = model(images(), arguments)
-            arrays = arguments, targets, is_answer
-            return vlm.cross_entropy(model, images(), *arrays), logits
+    def loss_of(params, is_answer):
+        arrays = arguments, targets, is_answer
+        return vlm.cross_entropy(nnx.merge(graph, params), images(), *arrays)
 
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    (loss, logits), _ = run(params, is_answer)
-    logits = np.float64(logits)
+    run = jax.jit(jax.value_and_grad(loss_of))
+    loss, _ = run(params, is_answer)
+    model = jax.jit(lambda params: nnx.merge(graph, params)(images(), arguments))
+    logits = np.float64(model(params))
     chosen = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
     losses = np.log(np.exp(logits).sum(-1)) - chosen
     assert float(loss) == pytest.approx(losses[is_answer].mean(), rel=1e-5)
     # A loss without answers is zero.
-    (loss, _), grads = run(params, np.zeros(targets.shape, bool))
+    loss, grads = run(params, np.zeros(targets.shape, bool))
     assert loss == 0
     assert not any(np.any(g) for g in jax.tree.leaves(grads))
 

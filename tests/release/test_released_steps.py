@@ -84,7 +84,6 @@ FAST = [
     ("fp8 lion", True),
     ("partition", False),
     ("fp8_adamw", True),
-    ("fp8_adamw", False),
     ("fp8_adamw, frozen", True),
 ]
 

@@ -28,6 +28,7 @@ from helpers.dots import (
     tensor,
 )
 from helpers.gradients import fake, fp8_bytes, saved, saved_bytes, value_and_vjp
+from helpers.marks import slow
 from helpers.models import normal
 
 import coat_jax as coat
@@ -305,7 +306,7 @@ def test_float16_is_left_alone():
 
 @either
 @pytest.mark.parametrize(
-    ("tokens", "f"), [((4, 1, 33), 144), ((2, 9), 40), ((17,), 16)]
+    ("tokens", "f"), [slow((4, 1, 33), 144), ((2, 9), 40), slow((17,), 16)]
 )
 def test_edge_shapes(fn, arguments, tokens, f):
     weights, x, dy = arguments(f=f, tokens=tokens)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.robustness import crash_points, damages, faults, full_disk, trials
+from tests.robustness import crash_points, damages, faults, full_disk, kills, trials
 
 needs_compiler = pytest.mark.skipif(
     not shutil.which("cc"), reason="faults.c is compiled with cc"
@@ -92,6 +92,15 @@ def test_killed_saves_give_the_state_before_or_after(tmp_path):
     assert rows[8]["loaded_step"] == 4
     assert {row["loaded_step"] for row in rows[:8]} <= {0, 2}
     assert {row["loaded_step"] for row in rows[8:]} <= {4, 6}
+
+
+@pytest.mark.slow
+def test_signals_change_no_bit(tmp_path):
+    out = tmp_path / "results.json"
+    assert kills.main(["--count=2", f"--out={out}"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["holds"] for row in rows] == [True, True]
+    assert all(row["kills"] for row in rows)
 
 
 @pytest.mark.slow
