@@ -151,8 +151,8 @@ def _headline() -> str:
     others = (
         "At 4,096 tokens Llama-3-8B trains with `coat` "
         f"{release.times_bf16():.2f} times as fast as with BF16 (each at its best "
-        "batch), and all of Qwen3-30B-A3B on two H200s with "
-        f"{experts_row['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU."
+        "batch). Qwen3-30B-A3B trains in full on two H200s, at "
+        f"{experts_row['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU."
     )
     table = markdown(columns, headline_rows())
     return f"{table}\n\n{textwrap.fill(others, 95)}\n"

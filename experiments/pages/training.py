@@ -33,13 +33,13 @@ def losses() -> str:
         f"{_millions(_tokens(results))} bytes of source code ends with a validation "
         f"loss above `bf16`'s: by {gaps['te']} with `te`, {gaps['coat']} with `coat` "
         f"and {gaps['coat_max']} with `coat_max`, the means of {rows['bf16']['seeds']} "
-        f"seeds. With {count} trainings of this model and a smaller one these are "
-        f"{means['te']}, {means['coat']} and {means['coat_max']}. The paper's OLMo-1B "
-        f"ends {paper:.1f}% above. [Nearly all](experiments/README.md) of ours "
-        "comes from FP8 in forward matmuls. Below, the distance of the training loss "
-        "in percent:"
+        f"seeds. Over all {count} trainings of this model and a smaller one the mean "
+        f"gaps are {means['te']}, {means['coat']} and {means['coat_max']}. The paper's "
+        f"OLMo-1B ends {paper:.1f}% above its BF16 run. "
+        "[Nearly all](experiments/README.md) of our gap comes from FP8 in forward "
+        "matmuls. The figure shows training losses, and their gaps to `bf16`:"
     )
-    return textwrap.fill(text, 90) + "\n"
+    return textwrap.fill(text, 98) + "\n"
 
 
 def all_gaps() -> dict[str, list[float]]:
