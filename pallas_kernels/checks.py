@@ -3,9 +3,11 @@
 Errors state what is required and what was given.
 """
 
+import functools
 import math
 import numbers
 import operator
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -73,3 +75,9 @@ def scalar(name: str, x: Any, *others: str | None) -> Float[Array, ""] | str | N
         actual = repr(x) if number is None else f"the shape {number.shape}"
         raise ValueError(f"{name} must be a scalar, got {actual}")
     return number
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warns, once in a process."""
+    warnings.warn(message, stacklevel=2)

@@ -20,8 +20,8 @@ from coat_jax.remat.pytrees import is_pytree_module
 from coat_jax.remat.trace import Residual
 
 
-def fp8[ModelRecord](
-    model: ModelRecord,
+def fp8[Model](
+    model: Model,
     *,
     blocks: Rule | None = None,
     matmuls: Rule | None = None,
@@ -30,7 +30,7 @@ def fp8[ModelRecord](
     where: Callable[[Residual], Any] | None = None,
     policy: Callable[..., Any] | None = None,
     rerun_attention: bool = False,
-) -> ModelRecord:
+) -> Model:
     """Converts a model, so that its blocks' matmuls run in FP8 and save FP8 residuals.
 
     It applies `fp8_dot_general` and `fp8_remat` to the blocks of a model, such as the

@@ -343,10 +343,10 @@ def _is_matmul(eqn: core.JaxprEqn) -> bool:
 def _has_matmul(eqn: core.JaxprEqn) -> bool:
     if is_in_jax(eqn):
         return True
-    return any(map(_has_matmul, _within(eqn)))
+    return any(map(_has_matmul, _eqns_within(eqn)))
 
 
-def _within(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+def _eqns_within(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
     # FP8 matmuls of other libraries are custom derivatives.
     if not eqn.primitive.name.startswith("custom_vjp_call"):
         for body in versions.bodies_in_params(eqn.params):

@@ -12,8 +12,6 @@ of XLA's would set the layout of the array of all layers, of which XLA would the
 transposed copy.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -40,17 +38,17 @@ def freeze(weight: Float[Array, "... k"]) -> Codes:
       >>> weight = freeze(jnp.full((3, 4), 0.3))
       >>> weight.row.nbytes, weight.scale.nbytes
       (12, 4)
-      >>> round(float(thawed(weight, jnp.float32)[0, 0]), 4)
+      >>> round(float(thawed(weight)[0, 0]), 4)
       0.3125
     """
     return matmul.quantize_tensor(weight, E4M3, copies="row")
 
 
-def thawed(weight: Codes, dtype: Any) -> Float[Array, "... k"]:
-    """Returns the numbers of a frozen weight, or of a stack of such weights."""
+def thawed(weight: Codes) -> Float[Array, "... k"]:
+    """Returns the numbers of a frozen weight, or of a stack of such, in float32."""
     codes, scale = weight.row, weight.scale
     scale = jnp.expand_dims(scale, tuple(range(scale.ndim, codes.ndim)))
-    return (codes.astype(jnp.float32) * scale).astype(dtype)
+    return codes.astype(jnp.float32) * scale
 
 
 def frozen_linear(

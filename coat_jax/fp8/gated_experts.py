@@ -236,12 +236,20 @@ def _backward(activation, inner, outer, dtype, residuals, dy):
         groups, da, bounds, weights, group_sizes, a_scale, activation
     )
     d_down = kernels.grouped_weight_gradient(
-        *(of_gate.product, dy_transposed, group_sizes, a_scale * of_group, dy.scale),
+        of_gate.product,
+        dy_transposed,
+        group_sizes,
+        a_scale * of_group,
+        dy.scale,
         out_dtype=stored(down.dtype),
     )
     x = rows.transposed(group_sizes)
     d_gate_up = kernels.grouped_weight_gradient(
-        *(x, of_gate.transposed, group_sizes, x_scale, scale * of_group),
+        x,
+        of_gate.transposed,
+        group_sizes,
+        x_scale,
+        scale * of_group,
         out_dtype=stored(gate_up[0].dtype),
     )
     gradient = Scaled(of_gate.values.reshape(len(da), -1), scale)

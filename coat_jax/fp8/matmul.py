@@ -258,16 +258,15 @@ def product_heads(
     dtype: DTypeLike,
     angles: tuple[Float[Array, "s half"], Float[Array, "s half"]],
     num_kv_heads: int,
-    copies: int = 1,
+    keep_copies: bool,
 ) -> tuple[tuple[Array, ...], Scaled | Float[Array, ""]]:
     """Computes `product` as queries, keys and values with RoPE; see `matmul_heads`.
 
-    With `copies` 2 each of them is returned twice. The second copies should only be
+    With `keep_copies` each of them is returned twice. The second copies should only be
     saved: the barrier of `once` is on the first ones alone.
     """
-    multiply = partial(
-        kernels.matmul_heads, num_kv_heads=num_kv_heads, out_dtype=dtype, copies=copies
-    )
+    options = {"num_kv_heads": num_kv_heads, "out_dtype": dtype}
+    multiply = partial(kernels.matmul_heads, **options, copies=1 + keep_copies)
     heads, scaled = _product_by(multiply, x, w, *angles)
     return (*once(heads[:3]), *heads[3:]), scaled
 

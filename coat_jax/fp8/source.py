@@ -44,7 +44,8 @@ def quantized_source(source, norm):
     with Note(f"{E4M3}, groups of {GROUP}", _GRADIENT).scope():
         out = kernels.norm(
             _of_sequences(x, scale, bias),
-            *(scale, bias),
+            scale,
+            bias,
             **norm.function._asdict(),
             scale="row",
             keep_groups=copies,
@@ -79,7 +80,7 @@ def source_gradient(saved, dy, y_scale, norm, add):
         for rows in (x, norm.constrained(dy), add)
     )
     out = kernels.norm_grad(
-        *(x, upstream, scale, bias), **norm.function._asdict(), y_scale=y_scale, add=add
+        x, upstream, scale, bias, **norm.function._asdict(), y_scale=y_scale, add=add
     )
     dscale = None if scale is None else out.dweight.astype(scale.dtype)
     dbias = None if bias is None else out.dbias.astype(bias.dtype)

@@ -24,7 +24,7 @@ from coat_jax.quantization.delayed import OverwriteWithGradient, new_history
 from pallas_kernels import Activation, NormKind, Scaled
 from pallas_kernels.checks import check_positive
 
-_WEIGHTS = ("qkv", "out", "gate_up", "down")
+WEIGHTS = ("qkv", "out", "gate_up", "down")
 # The initial amax of a gradient. E5M2 covers 2**-31 of it, so a first gradient fits.
 _GRADIENT = 1.0
 
@@ -249,7 +249,7 @@ class DecoderLayer(nnx.Module):
             self.amax = nnx.Dict(
                 {
                     f"{name}_grad": OverwriteWithGradient(new_history(_GRADIENT))
-                    for name in _WEIGHTS
+                    for name in WEIGHTS
                 }
             )
 
@@ -270,7 +270,7 @@ class DecoderLayer(nnx.Module):
                 f"{self.norm_placement}"
             )
         self.codes = nnx.Dict()
-        for name in _WEIGHTS if self.experts is None else _WEIGHTS[:2]:
+        for name in WEIGHTS if self.experts is None else WEIGHTS[:2]:
             weight = Fp8Weight.of(getattr(self, name)[...])
             codes = {
                 "rows": weight.rows.codes,

@@ -96,7 +96,7 @@ def _attention_in(params, stream, norm, heads, keep_copies):
         x.dtype,
         heads.angles(x.shape[1], starts),
         heads.num_kv_heads,
-        copies=1 + keep_copies,
+        keep_copies=keep_copies,
     )
     starts = None if heads.context is None else starts
     residuals = params, groups, *tensor_scales(h, w), starts

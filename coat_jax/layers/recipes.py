@@ -2,6 +2,7 @@
 
 The recipes "coat" and "coat_max" run the FP8 precision flow of COAT (arXiv 2410.19313,
 section 5), which is in `coat_jax.layers.flow`. The other recipes compute the same layer
+from coat_jax.remat.api import rerun
 from plain functions, for comparison.
 """
 
@@ -39,7 +40,7 @@ from coat_jax.layers.recipe import (
 )
 from coat_jax.meshes import batch_shards
 from coat_jax.optimizers.adam import fp8_adamw
-from coat_jax.remat.api import fp8_remat
+from coat_jax.remat.api import fp8_remat, rerun
 from pallas_kernels import Activation
 from pallas_kernels.checks import WIDE, check_dtype
 
@@ -160,7 +161,7 @@ RECIPES: dict[RecipeName, Recipe] = {
     # Attention saves queries, keys, values and outputs in BF16.
     "coat": Fp8Recipe(),
     # Queries, keys and values are saved in FP8, and attention runs again.
-    "coat_max": Fp8Recipe(attention=partial(fp8_remat, rerun_attention=True)),
+    "coat_max": Fp8Recipe(attention=rerun),
     # Matmuls have scales of blocks. `fp8_remat` saves what the segments of "coat" save,
     # and the projection reads the output that attention saves.
     "coat_block": PlainRecipe(
@@ -198,7 +199,7 @@ _COMPOSED: dict[RecipeName, Recipe] = {
         linear=_fp8_linear,
         stacked=False,
         segment=fp8_remat,
-        attention=partial(fp8_remat, rerun_attention=True),
+        attention=rerun,
         optimizer=fp8_adamw,
     ),
 }

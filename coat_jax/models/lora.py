@@ -20,13 +20,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.fp8.frozen import freeze, frozen_linear, thawed
+from coat_jax.layers.decoder import WEIGHTS
 from coat_jax.layers.recipes import PlainRecipe, RecipeName
 from coat_jax.models.llama import Llama
-from coat_jax.remat.api import fp8_remat
+from coat_jax.remat.api import fp8_remat, rerun
 from pallas_kernels import Codes
 from pallas_kernels.checks import is_positive_number, positive_int
-
-_WEIGHTS = ("qkv", "out", "gate_up", "down")
 
 
 class Frozen(nnx.Variable[Array]):
@@ -57,7 +56,7 @@ class Adapted:
     def astype(self, dtype: DTypeLike) -> Float[Array, "... k"]:
         """Returns the adapted matrix, weight + factor * (b @ a), in `dtype`."""
         is_codes = isinstance(self.weight, Codes)
-        weight = self.weight if not is_codes else thawed(self.weight, jnp.float32)
+        weight = self.weight if not is_codes else thawed(self.weight)
         a, b = (x.astype(jnp.float32) for x in (self.a, self.b))
         return (weight.astype(jnp.float32) + self.factor * (b @ a)).astype(dtype)
 
@@ -127,11 +126,7 @@ RECIPES: dict[RecipeName, PlainRecipe] = {
     "bf16": PlainRecipe(linear=linear),
     # The projection reads the output that attention saves.
     "coat": PlainRecipe(linear=linear, segment=fp8_remat, projection=jax.checkpoint),
-    "coat_max": PlainRecipe(
-        linear=linear,
-        segment=fp8_remat,
-        attention=partial(fp8_remat, rerun_attention=True),
-    ),
+    "coat_max": PlainRecipe(linear=linear, segment=fp8_remat, attention=rerun),
 }
 
 
@@ -192,7 +187,7 @@ def adapt(
         "rngs": rngs,
     }
     layers = model.layers
-    for name in _WEIGHTS:
+    for name in WEIGHTS:
         setattr(layers, name, AdaptedWeight(getattr(layers, name)[...], **options))
     for module in (model, layers):
         for name, value in list(vars(module).items()):
@@ -240,6 +235,5 @@ def merged(model: Llama, dtype: DTypeLike) -> Llama:
             elif isinstance(value, Frozen):
                 setattr(target, name, nnx.Param(value[...].astype(dtype)))
     plain.layers.local = model.layers.local
-    if hasattr(model, "origin"):  # The folder that it came from.
-        plain.origin = model.origin
+    plain.origin = model.origin
     return plain

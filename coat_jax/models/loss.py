@@ -170,7 +170,9 @@ def _product(
 ) -> Float[Array, "..."]:
     """Computes a matmul with a float32 result, split as `where` if it says so."""
     return lax.dot_general(
-        *(a, b, numbers),
+        a,
+        b,
+        numbers,
         preferred_element_type=jnp.float32,
         out_sharding=where if where.mesh.explicit_axes else None,
     )

@@ -9,7 +9,6 @@ of `coat.fp8_dot_general` and `coat.fp8_remat`, as users put them around their m
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from coat_jax.layers.attention import full_attention
 from coat_jax.layers.functional import layer_norm
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.models.llama import apply_layers
-from coat_jax.remat.api import fp8_remat
+from coat_jax.remat.api import fp8_remat, rerun
 from pallas_kernels.checks import check_positive
 
 
@@ -108,9 +107,7 @@ _PRECISIONS: dict[recipes.RecipeName, Precision] = {
     # Attention saves queries, keys, values and outputs in BF16.
     "coat": Precision(dot_general=fp8_dot_general, segment=fp8_remat),
     "coat_max": Precision(
-        dot_general=fp8_dot_general,
-        segment=fp8_remat,
-        attention=partial(fp8_remat, rerun_attention=True),
+        dot_general=fp8_dot_general, segment=fp8_remat, attention=rerun
     ),
 }
 

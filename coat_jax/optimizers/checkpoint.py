@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import ArrayLike
 
 from coat_jax.optimizers.codec import dequantized, quantized
-from coat_jax.optimizers.state import VERSION, QuantizedState, states_in
+from coat_jax.optimizers.state import VERSION, QuantizedState, is_state, states_in
 from coat_jax.optimizers.trees import boxed, check_structure, is_quantized, unboxed
 
 ARRAYS = ("codes", "scale", "exponent")
@@ -38,7 +38,7 @@ def to_optax_state(state: Any) -> Any:
       >>> updates, state = optax.adamw(1e-3).update(params, state, params)
     """
     return jax.tree.map(
-        lambda s: _wide(s) if _is_state(s) else s, state, is_leaf=_is_state
+        lambda s: _wide(s) if is_state(s) else s, state, is_leaf=is_state
     )
 
 
@@ -70,7 +70,7 @@ def from_optax_state(state: Any, like: Any) -> Any:
     kinds = {type(s.inner_state) for s in states_in((state, like))}
 
     def is_leaf(node):
-        return _is_state(node) or type(node) in kinds
+        return is_state(node) or type(node) in kinds
 
     check_structure(state, like, name="state", is_leaf=is_leaf)
     return tree_map_with_path(_converted, like, state, is_leaf=is_leaf)
@@ -102,7 +102,7 @@ def check_restored(state: Any, like: Any) -> None:
       >>> state = tx.init(params)
       >>> check_restored(state, tx.init(params))
     """
-    _check_each(_check_part, "state", unboxed(state), unboxed(like), _is_state)
+    _check_each(_check_part, "state", unboxed(state), unboxed(like), is_state)
 
 
 def _check_each(
@@ -186,10 +186,6 @@ def _values(x: Any) -> np.ndarray | None:
     return np.asarray(x) if here and x.is_fully_addressable else None
 
 
-def _is_state(node: Any) -> bool:
-    return isinstance(node, QuantizedState)
-
-
 def _wide(state: QuantizedState) -> Any:
     """Returns the inner transformation's state, with averages in float32.
 
@@ -206,7 +202,7 @@ def _converted(path: Any, like: Any, new: Any) -> Any:
     """Converts optax's state at `path` to the quantized state that `like` is."""
     name = f"state{keystr(path)}"
     if not isinstance(like, QuantizedState):
-        if _is_state(new):
+        if is_state(new):
             raise ValueError(f"{name} is in FP8 already, and its counterpart is not")
         return new
     inner = unboxed(like.inner_state)

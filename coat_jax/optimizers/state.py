@@ -91,12 +91,13 @@ class QuantizedState(NamedTuple):
         return getattr(self.inner_state, name)
 
 
+def is_state(node: Any) -> bool:
+    """Returns whether a node of a tree is a quantized state."""
+    return isinstance(node, QuantizedState)
+
+
 def states_in(tree: Any) -> list[QuantizedState]:
     """Returns the quantized states that a tree contains."""
-
-    def is_state(node):
-        return isinstance(node, QuantizedState)
-
     return [s for s in jax.tree.leaves(tree, is_leaf=is_state) if is_state(s)]
 
 

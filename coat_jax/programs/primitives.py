@@ -116,7 +116,8 @@ def entry_of(eqn: core.JaxprEqn) -> Entry | None:
 
 def kind_of(eqn: core.JaxprEqn) -> Kind | None:
     """Returns the kind of an operation, or None if it is opaque."""
-    return TABLE.get(eqn.primitive.name, (None,))[0]
+    entry = entry_of(eqn)
+    return entry and entry[0]
 
 
 def is_layout(eqn: core.JaxprEqn) -> bool:

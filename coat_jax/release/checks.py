@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,16 +40,10 @@ def is_fused(
             "jax.value_and_grad"
         )
 
-    def fused(grads, state, params):
-        return fused_update(tx, grads, state, params)
-
-    def plain(grads, state, params):
-        return tx.update(grads, state, params)
-
     try:
-        _check_own_gradients(fused, whole, state)
+        _check_own_gradients(partial(fused_update, tx), whole, state)
     except NotFusedError:
-        _check_own_gradients(plain, whole, state)
+        _check_own_gradients(tx.update, whole, state)
         return False
     return True
 

@@ -36,6 +36,7 @@ no amax over a whole array, which several devices may share.
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -208,3 +209,7 @@ def options_of(
         rewrites=(gathers, attention, fusion(format, group, where, key)),
     )
     return with_shard_maps(options)
+
+
+# The `fp8_remat` of recipes that run flash attention again on FP8 copies.
+rerun = partial(fp8_remat, rerun_attention=True)

@@ -260,11 +260,9 @@ def _is_centered(
 
 
 def _keeps_groups(eqn: core.JaxprEqn, position: int, group: int) -> bool:
-    """Returns whether a slice takes whole groups of the last axis and nothing else."""
-    (*_, full_size), (*_, size) = (
-        eqn.invars[0].aval.shape,
-        eqn.outvars[position].aval.shape,
-    )
+    """Returns whether a slice keeps the groups of the last axis whole."""
+    full_size = eqn.invars[0].aval.shape[-1]
+    size = eqn.outvars[position].aval.shape[-1]
     if full_size == size:
         return True
     if eqn.primitive.name == "split":

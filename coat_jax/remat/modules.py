@@ -158,7 +158,7 @@ def _updating(
     """Calls a function with FP8 residuals, and updates NNX objects among arguments."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = [x for x in leaves if is_node(x)]
-    leaves_of_functions = [x for x in leaves if not is_node(x)]
+    other_leaves = [x for x in leaves if not is_node(x)]
     with nnx.update_context(_CONTEXT):
         with nnx.split_context(_CONTEXT) as context:
             graph, params, state = context.split(nodes, nnx.Param, ...)
@@ -177,7 +177,7 @@ def _updating(
         light = fp8_function(
             partial(_pure, structure), (0, 1, *names.positions(marked)), options, names
         )
-        out, graph_after, changed = light(params, state, *leaves_of_functions)
+        out, graph_after, changed = light(params, state, *other_leaves)
         if graph_after is not None:
             with nnx.merge_context(_CONTEXT, inner=False) as context:
                 context.merge(graph_after, params, *changed)

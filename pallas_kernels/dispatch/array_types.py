@@ -129,6 +129,16 @@ def varying_alike[Tree](tree: Tree, like: Any = None) -> Tree:
     return jax.tree.map(varying, tree)
 
 
+def alone(device: Any = None) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which arrays belong to one device.
+
+    Args:
+      device: The abstract device that is compiled for; None is the current target.
+    """
+    device = device or jax.sharding.get_abstract_mesh().abstract_device
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
 def parts_of(mesh: Any, names: Iterable[str]) -> int:
     """Returns the number of parts into which mesh axes split an axis of an array."""
     return math.prod(mesh.shape[name] for name in names)

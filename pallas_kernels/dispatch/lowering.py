@@ -15,9 +15,7 @@ lowered in JAX's own way, with one warning.
 """
 
 import contextlib
-import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,9 +23,10 @@ import jax
 import numpy as np
 from jax.extend import core
 from jax.interpreters import batching, mlir
-from jax.sharding import AbstractMesh
 
 from pallas_kernels import versions
+from pallas_kernels.checks import warn_once
+from pallas_kernels.dispatch import array_types
 from pallas_kernels.dispatch.custom_calls import Calls, read_calls, viewed
 
 
@@ -85,7 +84,7 @@ class _Launch:
             return read_calls(module)
         # A later version of JAX may have other attributes, and other types of them.
         except Exception as error:
-            _warn(f"kernels are lowered again at every call: {error!s:.200}")
+            warn_once(f"kernels are lowered again at every call: {error!s:.200}")
             return None
 
 
@@ -122,9 +121,7 @@ def once(launch: Callable, name: str) -> Callable:
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """Traces and lowers for the arrays of one device, with indices of 32 bits."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    alone = AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(alone), jax.enable_x64(False):
+    with array_types.alone(), jax.enable_x64(False):
         yield
 
 
@@ -135,12 +132,6 @@ def _is_interpreted(jaxpr: core.Jaxpr) -> bool:
         or any(map(_is_interpreted, versions.bodies_in_params(eqn.params)))
         for eqn in jaxpr.eqns
     )
-
-
-@functools.cache
-def _warn(message: str) -> None:
-    """Warns, once in a process."""
-    warnings.warn(message, stacklevel=2)
 
 
 def _lower_again(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:

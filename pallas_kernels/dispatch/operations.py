@@ -4,8 +4,6 @@ import abc
 import contextlib
 import contextvars
 import dataclasses
-import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -13,6 +11,7 @@ from typing import Any, Literal
 import jax
 
 from pallas_kernels import versions
+from pallas_kernels.checks import warn_once
 from pallas_kernels.dispatch import array_types, devices, placement, stand_ins
 from pallas_kernels.dispatch.axes import Axes
 from pallas_kernels.dispatch.stand_ins import traced_anew
@@ -248,12 +247,6 @@ def _warn(operation: Operation, arrays: tuple, obstacle: str) -> None:
         warn_once(
             f"{operation.name} of {of} runs in XLA and not in a kernel: {obstacle}"
         )
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Warns, once in a process."""
-    warnings.warn(message, stacklevel=2)
 
 
 def _against_kernels(arrays: tuple) -> list[str]:

@@ -17,9 +17,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from pallas_kernels.dispatch.array_types import axis_names, mesh_of
+from pallas_kernels.dispatch.array_types import alone, axis_names, largest_over, mesh_of
 from pallas_kernels.dispatch.axes import Axes
-from pallas_kernels.numerics import float_bits, floats, magnitude
+from pallas_kernels.numerics import magnitude
 
 Specs = Sequence[Sequence[Any]]
 
@@ -71,9 +71,7 @@ class Call:
         """Computes one device's part of the results from its parts of the arrays."""
         # The arrays are one device's parts, to which no mesh applies. Sums over devices
         # would be on the axes of `jax.set_mesh`, if these are explicit.
-        device = mesh.abstract_mesh.abstract_device
-        alone = AbstractMesh((), (), abstract_device=device)
-        with jax.sharding.use_abstract_mesh(alone):
+        with alone(mesh.abstract_mesh.abstract_device):
             gathered = self._gathered(arrays, split, operand_specs)
             arrays = self._added_once(gathered, split)
             out = self._with_amax(self.operation(*arrays))
@@ -315,8 +313,7 @@ def _reduced(x: Array, axes: Axes, split: Mapping, spec: P) -> Array:
     if not missing or axes.reduced is None:
         return x
     if axes.reduced == "max":
-        # The bits of an amax compare like the amax, and NaN is the largest.
-        return floats(lax.pmax(float_bits(x), missing))
+        return largest_over(x, missing)
     for j, parts in enumerate(spec):
         if parts and set(axis_names(parts)) <= set(missing):
             x = lax.psum_scatter(x, parts, scatter_dimension=j, tiled=True)

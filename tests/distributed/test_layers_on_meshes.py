@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
-from pallas_kernels import explain
-from pallas_kernels.dispatch import devices, operations
+from pallas_kernels import checks, explain
+from pallas_kernels.dispatch import devices
 
 pytestmark = pytest.mark.distributed
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -115,7 +115,7 @@ def test_all_kernels_of_one_device_run_on_a_mesh(recipe, spec, axis_type):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.usefixtures("hopper")
 def test_kernels_run_within_shard_map_over_all_axes_and_say_if_axes_are_left(check_vma):
-    operations.warn_once.cache_clear()
+    checks.warn_once.cache_clear()
     graph, params = layer("coat", inner=_OF_KERNELS)
     mesh, args = mesh_of(AUTO), (params, *rows())
 

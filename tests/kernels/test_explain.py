@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels.dispatch import devices, operations
+from pallas_kernels import checks
+from pallas_kernels.dispatch import devices
 
 BF16 = jnp.bfloat16
 
@@ -94,7 +95,7 @@ def test_a_program_with_kernels_for_another_platform_is_refused(hopper):
 
 @pytest.mark.parametrize("tokens", [8192, 8])
 def test_a_warning_says_once_that_a_kernel_does_not_take_large_arrays(hopper, tokens):
-    operations.warn_once.cache_clear()
+    checks.warn_once.cache_clear()
     x = rows(tokens, 1000)
     with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(2):

@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as pk
+from pallas_kernels import checks
 from pallas_kernels.dispatch import lowering
 
 _ROWS = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
@@ -161,7 +162,7 @@ def test_metadata_of_callers_stands_at_the_call_and_not_in_the_kernel(lowered):
 @pytest.mark.internals
 def test_what_is_not_as_expected_is_lowered_in_jaxs_way_with_a_warning(monkeypatch):
     monkeypatch.setattr("pallas_kernels.dispatch.custom_calls._FLAGS", set())
-    lowering._warn.cache_clear()
+    checks.warn_once.cache_clear()
     jax.clear_caches()
     with pytest.warns(UserWarning, match="lowered again at every call"):
         program = text(_quantize, _ROWS)

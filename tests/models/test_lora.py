@@ -48,7 +48,7 @@ def _products(x, w, a, b, dy):
         return lora.linear(x, lora.Adapted(frozen, a, b, 0.5))
 
     y, vjp = jax.vjp(product, x, a, b)
-    return y, *vjp(dy), thawed(frozen, jnp.float32)
+    return y, *vjp(dy), thawed(frozen)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "interpret"])
@@ -211,7 +211,7 @@ def test_gradients_in_fp8_are_close_to_those_of_the_same_weights(recipe):
     for name in ("qkv", "out", "gate_up", "down"):
         weight = frozen["layers"][name]
         codes = Codes(weight["codes"][...], None, weight["scale"][...])
-        numbers["layers"][name]["codes"].set_value(thawed(codes, jnp.float32))
+        numbers["layers"][name]["codes"].set_value(thawed(codes))
 
     @jax.jit
     def gradients(params, frozen, numbers):

@@ -67,8 +67,8 @@ class _Keys:
     def number_or_none(self, key: str) -> float | None:
         return None if self.get(key) is None else self.number(key)
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self.get(key, default)
+    def flag(self, key: str) -> bool:
+        value = self.get(key, False)
         if type(value) is not bool:
             raise _error(key, "true or false", value)
         return value

@@ -140,7 +140,9 @@ class _QuantizeTensor(operations.Operation):
     def kernel(self, x, scale, after) -> Codes:
         strip = in_tokens(x) if self.transposed else flat(x)
         (out,) = elementwise.run(
-            *(numbers, (strip,), scale),
+            numbers,
+            (strip,),
+            scale,
             after=after,
             name=self.name,
             encoding=Encoding(
