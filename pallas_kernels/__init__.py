@@ -1,6 +1,6 @@
 """Pallas kernels for NVIDIA Hopper GPUs, which take and return plain arrays.
 
-A name is imported when it is first read.
+Each public name is imported when it is first read.
 """
 
 from typing import TYPE_CHECKING

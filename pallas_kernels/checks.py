@@ -62,8 +62,8 @@ def is_positive_number(x: Any) -> bool:
 def scalar(name: str, x: Any, *others: str | None) -> Float[Array, ""] | str | None:
     """Returns a scalar as float32; raises ValueError for anything else.
 
-    `others` are words, or None, that may stand in place of the number: such an `x` is
-    returned as it is. `name` is the name of `x` in the message.
+    `others` are strings, or None, that are allowed in place of a number: such an `x`
+    is returned unchanged. `name` is the name of `x` in the message.
     """
     if (x is None or isinstance(x, str)) and x in others:
         return x

@@ -1,7 +1,7 @@
-"""Packages with names that are imported when they are first read.
+"""Packages that import their public names lazily, when a name is first read.
 
-Python documents both parts: `__getattr__` of a module (PEP 562), and a module of a
-subclass of `types.ModuleType`, by its `__class__`.
+Python documents both mechanisms: `__getattr__` of a module (PEP 562), and assignment of
+a subclass of `types.ModuleType` to a module's `__class__`.
 """
 
 import importlib
@@ -10,22 +10,22 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-# Modules of JAX import one another in rings. Threads that enter a ring at two places
-# would fail, so JAX is whole before a first name is read.
+# Modules of JAX import one another in cycles. Threads that enter a cycle at two places
+# would fail, so JAX is imported completely before a first name is read.
 import jax.numpy  # noqa: F401
 
 
 class _Lazy(types.ModuleType):
-    """A package that imports a public name when it is first read.
+    """A package that imports each of its public names when the name is first read.
 
     Attributes:
-      __homes__: The module of each name, and the name in that module.
+      __homes__: By public name, the module that defines it, and its name there.
     """
 
     __homes__: Mapping[str, tuple[str, str]]
 
     def __getattr__(self, name: str) -> Any:
-        """Imports a name."""
+        """Imports a public name, and keeps its value as an attribute."""
         if name not in self.__homes__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module, attribute = self.__homes__[name]
@@ -34,26 +34,27 @@ class _Lazy(types.ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute, but for a subpackage that has a public name.
+        """Sets an attribute, unless a subpackage would replace a public name.
 
-        Python's import sets `coat_jax.fp8` to the package, and it is the function.
+        Python's import would set `coat_jax.fp8`, a public function, to a subpackage.
         """
         if name in self.__homes__ and isinstance(value, types.ModuleType):
             return
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        """Lists the names, imported or not."""
+        """Lists the package's attributes, and its public names, imported or not."""
         return sorted({*super().__dir__(), *self.__homes__})
 
 
 def attach(package: str, names: Mapping[str, str]) -> None:
-    """Lets a package import names when they are first read.
+    """Makes a package import its public names when they are first read.
 
     Args:
       package: The package's name, `__name__` in its `__init__.py`.
-      names: The names of each module, separated by spaces; "Tuning:NormTuning" is the
-        name in the module and the name in the package, where these differ.
+      names: By module, the public names that it defines, separated by spaces;
+        "Tuning:NormTuning" is the name in the module and the name in the package, if
+        these differ.
 
     Examples:
       >>> import coat_jax as coat

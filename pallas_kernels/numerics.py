@@ -1,4 +1,4 @@
-"""FP8 numbers: the containers of codes, scales, and rounding to codes."""
+"""FP8 numbers: containers for codes and scales, and functions that round to codes."""
 
 import math
 from typing import Literal, NamedTuple
@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 NormKind = Literal["rms", "layer"]
-# Elements of the smallest group. A lane holds at most this many elements of a group.
+# The number of elements of the smallest group. It is also the most elements of a group
+# that a lane of a GPU holds.
 GROUP = 16
 TINY = float(jnp.finfo(jnp.float32).tiny)
 _BF16_MAX = float(jnp.finfo(jnp.bfloat16).max)
@@ -66,7 +67,8 @@ def magnitude(
 ) -> Array:
     """Computes the amax, max(|x|), of float32 along `axis`; NaN where `x` has a NaN.
 
-    It compares integers, since XLA's maximum of floats may overlook a NaN on CPUs.
+    The bits are compared as integers, since XLA's maximum of floats may overlook a NaN
+    on CPUs.
     """
     largest = jnp.max(magnitude_bits(x), axis, initial=0)
     return floats(largest)
@@ -107,8 +109,8 @@ def power_of_two_scale(
 
     The scale is float32, and NaN where the amax `largest` is not finite. `step` is the
     distance between codes around `top`, divided by the power of two below `top`. A
-    number up to half a distance above `top` still rounds to `top`. Therefore quantizing
-    twice finds the same scale.
+    number up to half this distance above `top` still rounds to `top`. Therefore the
+    quantization of an array that is quantized already finds the same scale.
     """
     mantissa, exponent = math.frexp(top)
     # Let edge be the largest number that rounds to `top`. In integers: the exponent of
@@ -157,9 +159,10 @@ def encode(x: Float[Array, "..."], scale: Array, dtype: DTypeLike) -> Array:
 def reciprocal(scale: Float[Array, "..."]) -> Array:
     """Computes 1 / scale, correctly rounded for scales of 8 significant bits.
 
-    These include all bfloat16 numbers, and so powers of two. GPUs divide with an error
-    in the last bit. The error, 1 - scale * guess, can be computed exactly: the guess is
-    split into two halves, and the products of a half and such a scale are exact.
+    All bfloat16 numbers, and so powers of two, are such scales. GPUs divide with an
+    error in the last bit. The error, 1 - scale * guess, can be computed exactly: the
+    guess is split into two halves, and the products of a half and such a scale are
+    exact.
     """
     guess = 1.0 / scale
     bits = float_bits(guess) & jnp.uint32(0xFFFFFF00)

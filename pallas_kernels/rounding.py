@@ -22,7 +22,7 @@ _LAST_BIT = 1 << 19  # The last mantissa bit of UE4M4, as a bit of float32.
 
 
 def hash32(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Mixes 32 bits into 32 ("lowbias32" of Ellis's hash prospector)."""
+    """Hashes 32-bit words to 32-bit words ("lowbias32" of Ellis's hash prospector)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))
@@ -118,7 +118,7 @@ def stochastic_float8(
 
 
 def bend_of(power: Array | float, mantissa: int) -> Array | float:
-    """Returns the correction that makes the mean of the numbers that are read right.
+    """Returns the correction that makes the decoded numbers right on average.
 
     Range expansion stores x^k as a code c, and reads c^(1/k). This root is concave: if
     c is rounded so that its mean is x^k, the number read is less than x on average. For

@@ -1,7 +1,7 @@
 """All that differs between the versions of JAX and Flax that the library runs on.
 
-Plain JAX, which is the definition of every operation, runs on jax 0.9 and newer. The
-Pallas kernels use what JAX has since 0.11.2.
+The definition of every operation in plain JAX runs on jax 0.9 and newer. The Pallas
+kernels need features that JAX has since 0.11.2.
 """
 
 import inspect
@@ -17,7 +17,7 @@ NO_EFFECTS = getattr(core, "no_effects", frozenset())  # Since jax 0.10.
 
 
 def ragged_dot_options(out_sharding: Any) -> dict[str, Any]:
-    """Returns the option of `jax.lax.ragged_dot` for the sharding of its result.
+    """Returns keyword arguments of `jax.lax.ragged_dot` for its result's sharding.
 
     Raises:
       ValueError: If the installed JAX has no such option, and there is a sharding.
@@ -41,14 +41,14 @@ def kernels_obstacle() -> str | None:
 
 
 def bodies_in_params(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
-    """Yields the programs in the parameters of an operation."""
-    # `jax.extend.core` has it since jax 0.10.
+    """Yields the jaxprs in the parameters of an equation."""
+    # `jax.extend.core` has the function since jax 0.10.
     functions = core if hasattr(core, "jaxprs_in_params") else jax.core
     return functions.jaxprs_in_params(params)
 
 
 def shard_map_options(eqn: core.JaxprEqn) -> dict[str, Any]:
-    """Returns the options of `jax.shard_map` with which an operation was made."""
+    """Returns the arguments of `jax.shard_map` that made an equation."""
     names = ("mesh", "in_specs", "out_specs", "check_vma")
     # The axes had another name before jax 0.10.
     axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
@@ -56,21 +56,22 @@ def shard_map_options(eqn: core.JaxprEqn) -> dict[str, Any]:
 
 
 def has_effects(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation does more than it returns.
+    """Returns whether an equation of a jaxpr has side effects.
 
-    A collective does not. JAX lists the mesh axes that it names among its effects.
+    Collectives have none: JAX lists the mesh axes that they name as effects, but these
+    do not count here.
     """
     # The class is not public.
     return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
 
 
 def is_dropped(result: core.Var) -> bool:
-    """Returns whether nothing reads a result of an operation, so it has no name."""
+    """Returns whether a result of an equation is dropped, because nothing reads it."""
     return type(result).__name__ == "DropVar"  # A public class since jax 0.10.
 
 
 def constants_as_arguments(program: core.Jaxpr) -> core.Jaxpr:
-    """Returns a program with its constants as its first arguments."""
+    """Returns a jaxpr that takes its former constants as its first arguments."""
     if hasattr(pe, "convert_constvars_jaxpr"):  # Since jax 0.11.
         return pe.convert_constvars_jaxpr(program)
     return program.replace(
@@ -87,7 +88,7 @@ def is_offload(decision: Any) -> bool:
 
 def current_trace() -> Any:
     """Returns a value that is different within each transformation of JAX."""
-    # `jax.extend.core` has it since jax 0.12.
+    # `jax.extend.core` has the function since jax 0.12.
     functions = core if hasattr(core, "get_opaque_trace_state") else jax.core
     return functions.get_opaque_trace_state(convention="coat")
 

@@ -52,20 +52,21 @@ def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def unsplit(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """Returns the sharding on the same mesh of an array with whole axes."""
+    """Returns a sharding on the same mesh that splits no axis of an array."""
     return sharding.update(spec=P(*[None] * ndim))
 
 
 def is_partial(sharding: NamedSharding) -> bool:
-    """Returns whether the parts that devices have are still to be added up.
+    """Returns whether an array or its gradient is yet to be summed over devices.
 
-    On explicit mesh axes arrays, or their gradients, may be `unreduced`.
+    On explicit mesh axes arrays may be `unreduced`, and gradients of `reduced` arrays
+    are.
     """
     return bool(sharding.spec.unreduced or sharding.spec.reduced)
 
 
 def context_of(x: Array) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which operations take `x`.
+    """Returns a context manager under which operations accept `x`.
 
     Where axes of the mesh are explicit, arrays within `jax.sharding.auto_axes` have
     types on the same mesh with automatic axes.
@@ -77,7 +78,7 @@ def context_of(x: Array) -> contextlib.AbstractContextManager[Any]:
 
 
 def on_common_mesh(fn: Callable) -> Callable:
-    """Wraps `fn` to take its arguments `with_common_mesh`."""
+    """Wraps `fn` so that its arguments first pass through `with_common_mesh`."""
 
     @functools.wraps(fn)
     def wrapped(*args):
@@ -99,7 +100,7 @@ def with_common_mesh[Tree](tree: Tree) -> Tree:
 
 
 def _with_mesh(x: Any, mesh: AbstractMesh) -> Any:
-    # An array with values is where it is.
+    # A concrete array is already on its devices.
     if not isinstance(x, jax.core.Tracer) or not x.ndim:
         return x
     if not jax.typeof(x).sharding.mesh.empty:
@@ -109,13 +110,13 @@ def _with_mesh(x: Any, mesh: AbstractMesh) -> Any:
 
 
 def varying_alike[Tree](tree: Tree, like: Any = None) -> Tree:
-    """Lets all arrays of a tree vary over the same devices, within `shard_map`.
+    """Casts all arrays of a tree to vary over the same mesh axes, in `shard_map`.
 
-    These are the devices over which some of `like` vary, by default some of the tree.
+    These are all axes over which any array of `like`, by default of the tree, varies.
 
-    There an array's type says over which mesh axes its values differ (unless
-    `check_vma=False`). All arguments of a `custom_vjp` must vary over the same axes,
-    because the gradients that it returns do. JAX adds up gradients where needed.
+    Within `shard_map` an array's type says over which mesh axes its values differ
+    (unless `check_vma=False`). All arguments of a `custom_vjp` must vary over the same
+    axes, because the gradients that it returns do. JAX sums gradients where needed.
     """
     leaves = jax.tree.leaves(tree if like is None else like)
     axes = frozenset().union(*map(varying_axes, leaves))
@@ -160,7 +161,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 def unchecked_axes() -> frozenset[str]:
     """Returns the mesh axes of a `shard_map` with `check_vma=False`.
 
-    Any array may vary over them: types do not say so.
+    Any array may vary over these axes, and its type does not say so.
     """
     axes = jax.sharding.get_abstract_mesh().manual_axes
     # The index of a device varies over its axis, if there are checks.
@@ -168,7 +169,7 @@ def unchecked_axes() -> frozenset[str]:
 
 
 def obstacle(arrays: Any) -> str | None:
-    """Returns why no kernel can run where the arrays are, or None."""
+    """Returns why no kernel can run on the mesh of arrays, or None if one can."""
     mesh = mesh_of(arrays)
     if mesh is None or not mesh.manual_axes:
         return None
@@ -179,5 +180,5 @@ def obstacle(arrays: Any) -> str | None:
 
 
 def is_manual(mesh: AbstractMesh) -> bool:
-    """Returns whether a mesh is the one of a `shard_map` over all its axes."""
+    """Returns whether all axes of a mesh are manual, as within `shard_map`."""
     return bool(mesh.manual_axes) and mesh.are_all_axes_manual

@@ -1,4 +1,4 @@
-"""The names of arrays' axes, from which follows how a mesh may split them."""
+"""Names of the axes of arrays, which determine how a mesh may split the arrays."""
 
 import dataclasses
 from typing import Literal
@@ -10,23 +10,24 @@ from jaxtyping import Array
 class Axes:
     """The names of an array's axes, separated by spaces.
 
-    Axes of one name are split alike, and the first operand that is split decides how.
+    Axes with the same name are split alike: the first array that is split along such an
+    axis decides how.
     An axis named "_" is whole on every device. "(g e)" is the axes `g` and `e`, merged:
     `g` may be split, while `e` is whole.
 
     Attributes:
       names: The names, as many as the array has axes.
-      reduced: How parts become a result, if an operand's axis that is missing in the
-        result is split. None means that the parts are equal. A "max" is an amax: its
-        array is reduced to one element.
+      reduced: How the devices' results are combined if the mesh splits an axis of
+        operands that the result does not have. None means equal results. A "max"
+        is an amax: the result's unnamed axes are reduced to one element each.
       sizes: The lengths of axes that occur in merged axes only.
       own: Whether the array keeps its sharding, whatever its names say.
-      gathered: Whether the array's last axis may be split further than its name. Then
-        the operation gets these parts gathered, one after another along the first axis,
-        which has one element before. Gathered along the last axis they would have to be
-        copied once more, since they are not contiguous in memory there.
-      added: Whether the operation adds the array to a result. Where that is a sum over
-        devices, one of them adds the array, and the others add zeros.
+      gathered: Whether the array's last axis may be split over more mesh axes than its
+        name. The operation then gets these parts gathered along the first axis, which
+        has one element otherwise. Gathered along the last axis the parts would have to
+        be copied once more, since they are not contiguous in memory there.
+      added: Whether the operation adds the array to a result. If this result is a sum
+        over devices, one device adds the array, and the others add zeros.
     """
 
     names: str
@@ -38,7 +39,7 @@ class Axes:
 
     @property
     def merged(self) -> list[list[str]]:
-        """The names of each axis of the array: several if it is merged."""
+        """The names of each axis of the array: several names if the axis is merged."""
         groups, inside = [], False
         for word in self.names.replace("(", "( ").replace(")", " )").split():
             if word in "()":
@@ -51,7 +52,7 @@ class Axes:
         return groups
 
     def mapped(self, name: str) -> "Axes":
-        """Returns these axes after an axis `name`, over which `vmap` maps."""
+        """Returns these axes with a new first axis `name`, over which `vmap` maps."""
         return dataclasses.replace(self, names=f"{name} {self.names}", gathered=False)
 
 
@@ -80,12 +81,15 @@ def grouped(count: int, n: int, group: int) -> tuple[Axes, Axes]:
 
 
 def alike(x: Array) -> Axes:
-    """Returns axes named by their lengths, so that arrays of one shape share them."""
+    """Returns the axes of an array, each named by its position and its length.
+
+    Arrays of one shape get equal names, so that a mesh splits them alike.
+    """
     return Axes(" ".join(f"a{j}x{length}" for j, length in enumerate(x.shape)))
 
 
 def as_it_is(x: Array) -> Axes:
-    """Returns the axes of an array that may be split in any way, as it is not read."""
+    """Returns axes of an array of any sharding, for which an operation only waits."""
     return Axes(" ".join(f"own{j}" for j in range(x.ndim)), own=True)
 
 

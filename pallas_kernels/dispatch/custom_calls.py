@@ -1,8 +1,8 @@
 """Custom calls to kernels: read from a program that Pallas lowered, and emitted again.
 
-Numbers of lines, paths, and JAX's count of kernels, which differ between equal kernels
-and between checkouts, are removed from the bytecode. Nothing documented says how Pallas
-emits custom calls: what is not as expected here raises `UnexpectedError`.
+Line numbers, paths, and JAX's count of kernels, which differ between equal kernels and
+between checkouts, are removed from the bytecode. Nothing documented says how Pallas
+emits custom calls: any other form than expected here raises `UnexpectedError`.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 _TARGET = "mosaic_gpu_v2"
-# The attributes of a custom call, and of its configuration, that are called again. All
-# flags of a configuration are about kernels that communicate, which these do not.
+# The attributes that a custom call to a kernel has, and flags of its configuration. All
+# flags are for kernels that communicate between GPUs; none of the package's kernels do.
 _ATTRIBUTES = {
     "api_version",
     "backend_config",
@@ -59,11 +59,12 @@ class _Call:
     """A custom call to a kernel.
 
     Attributes:
-      operands: The positions of its operands among the values of the program: first
-        the program's operands, then the results of its calls.
+      operands: The positions of its operands among the values of the program, which
+        are the program's operands, then the results of the program's calls.
       takes: The types of its operands.
       returns: The types of its results.
-      aliases: The positions of operands that are overwritten, and of their results.
+      aliases: By the position of each operand that is overwritten, the position of the
+        result that takes its memory.
       config: The kernel, its hash, and flags.
     """
 
@@ -96,13 +97,16 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """The custom calls of a launch, and the positions of its results among values."""
+    """The custom calls of a launch, and its results' positions among its values.
+
+    The values are numbered as for `_Call.operands`.
+    """
 
     calls: tuple[_Call, ...]
     results: tuple[int, ...]
 
     def emit(self, ctx: Any, operands: Sequence[Any]) -> list[Any]:
-        """Writes all calls into the module that is being lowered."""
+        """Writes all calls into the module that is being lowered; returns results."""
         values, avals = list(operands), list(ctx.avals_in)
         types = dict(zip(self.results, ctx.avals_out, strict=True))
         for call in self.calls:
@@ -118,7 +122,7 @@ def read_calls(module: ir.Module) -> Calls:
     """Returns the custom calls of a lowered launch.
 
     Raises:
-      UnexpectedError: If it has other operations, or calls that are not as expected.
+      UnexpectedError: If the launch has other operations, or a call of another form.
     """
     functions = {op.attributes["sym_name"].value: op for op in module.body.operations}
     calls: list[_Call] = []
@@ -149,7 +153,7 @@ def read_calls(module: ir.Module) -> Calls:
 
 
 def _call(op: Any, operands: tuple[int, ...]) -> _Call:
-    """Returns a custom call that was read, to be called again."""
+    """Reads a custom call to a kernel, so that it can be emitted again."""
     attributes = {name: op.attributes[name] for name in op.attributes}
     # A caller's metadata. JAX attaches it to what is emitted, too.
     attributes.pop(_METADATA, None)
@@ -178,7 +182,7 @@ def _aval(value: Any) -> jax.core.ShapedArray:
 def _alias(attribute: ir.Attribute) -> tuple[int, int]:
     """Returns the position of an operand that is overwritten, and of its result."""
     alias = stablehlo.OutputOperandAlias(attribute)
-    # JAX writes no position for an only result.
+    # JAX writes no position if there is only one result.
     (result,) = alias.output_tuple_indices or [0]
     return alias.operand_index, result
 
@@ -203,7 +207,7 @@ def _config(config: ir.DictAttr) -> dict[str, bytes | bool]:
 def _stripped(kernel: bytes, context: ir.Context) -> bytes:
     """Returns the bytecode of a kernel without locations and counted names.
 
-    `context` has Mosaic's types.
+    `context` is an MLIR context that knows Mosaic's types.
     """
     context.allow_unregistered_dialects = True  # Bytecode has operations of no dialect.
     written = io.BytesIO()
@@ -217,7 +221,7 @@ def _stripped(kernel: bytes, context: ir.Context) -> bytes:
 
 
 def viewed(x: jax.Array, like: Any) -> jax.Array:
-    """Reads the memory of an array as one of another shape, or dtype of equal size."""
+    """Reinterprets an array with the shape of `like`, and its dtype of equal size."""
     if x.dtype != like.dtype:
         x = lax.bitcast_convert_type(x, like.dtype)
     return x if x.shape == like.shape else x.reshape(like.shape)

@@ -21,16 +21,17 @@ def default_device() -> jax.Device:
 def target_platform() -> str:
     """Returns the platform that the program is traced for, such as "gpu".
 
-    An abstract mesh may have a device to compile for. Otherwise it is the default one.
+    The current abstract mesh may have a device to compile for. Otherwise the target is
+    the default device.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (device or default_device()).platform
 
 
 def other_platforms(arrays: Any) -> list[str]:
-    """Returns the platforms of arrays that are not where programs run by default.
+    """Returns the platforms of arrays, except for the default device's platform.
 
-    Arrays of a program that is being traced have no device yet.
+    Tracers are left out, because they have no device yet.
     """
     platforms = {
         device.platform
@@ -44,7 +45,7 @@ def other_platforms(arrays: Any) -> list[str]:
 def has_hopper() -> bool:
     """Returns whether JAX's default device is a GPU with compute capability 9.0.
 
-    A program that is traced with stand-ins is one for such a GPU.
+    With stand-ins for kernels, programs are always traced as for such a GPU.
     """
     if stand_ins.active.get():
         return True

@@ -1,4 +1,4 @@
-"""Operations by which the devices of a mesh wait for one another's results."""
+"""Operations that sum over devices of a mesh, or wait until an array is computed."""
 
 import dataclasses
 from typing import ClassVar
@@ -25,7 +25,7 @@ def total(x: Array) -> Array:
 def ready(number: Array, x: Array) -> Array:
     """Returns `number`, but only after `x` has been computed.
 
-    On a mesh each device waits for its own part of `x`. Both may have any shape.
+    On a mesh each device waits for its own part of `x`. Both arrays may have any shape.
     """
     operation = _Ready()
     if mesh_of((number, x)) is None:
@@ -54,7 +54,7 @@ class _Ready:
 
 @dataclasses.dataclass(frozen=True)
 class _Total:
-    """The operation of `total`, of which each device computes its own part."""
+    """The operation of `total`: a sum of each device's own part, then over devices."""
 
     name: ClassVar[str] = "total"
 

@@ -6,12 +6,12 @@ Python. Here a kernel is one primitive of the traced program. Its first lowering
 the custom call that Pallas emits, and all later ones emit the same custom call again.
 
 The kernel in a custom call is MLIR's bytecode with a hash. XLA assembles kernels of the
-same hash once. So numbers of lines, paths, and JAX's count of kernels, which differ
-between equal kernels and between checkouts, are removed from the bytecode. Profiles
-show the names of kernels, but no source lines.
+same hash once. So line numbers, paths, and JAX's count of kernels, which differ between
+equal kernels and between checkouts, are removed from the bytecode. Profiles show the
+names of kernels, but no source lines.
 
-Nothing documented says how Pallas emits custom calls. What is not as expected here is
-lowered in JAX's own way, with one warning.
+Nothing documented says how Pallas emits custom calls. A kernel in a form that is not
+expected here is lowered in JAX's own way, with one warning.
 """
 
 import contextlib
@@ -49,11 +49,14 @@ class _Launch:
 
     @property
     def function(self) -> Callable:
-        """The function of the program's operands that returns a list."""
+        """The traced function: it takes the program's operands, and returns a list."""
         return core.jaxpr_as_fun(self.program)
 
     def of_types(self, results: Sequence[Any] | None) -> Callable:
-        """Returns `function` for operands, and with results, of other types."""
+        """Returns `function` for operands of any types with the same memory.
+
+        `results` are the types of the results; None means the program's own.
+        """
 
         def run(*operands):
             types = self.program.in_avals, results or self.program.out_avals
@@ -91,11 +94,11 @@ class _Launch:
 def once(launch: Callable, name: str) -> Callable:
     """Wraps a function that does nothing but run kernels, so that it is lowered once.
 
-    JAX must keep its trace: a function that is traced again is lowered again.
+    Callers should be jitted: each trace of the wrapped function is lowered again.
 
     Args:
-      launch: A function of arrays. If a caller traces it with references to arrays, or
-        in Pallas's interpret mode, it is called as it is.
+      launch: A function of arrays. It is called unchanged if an operand is not an array
+        but a ref, or in Pallas's interpret mode.
       name: The name of the operation in profiles.
     """
 
@@ -136,7 +139,7 @@ def _is_interpreted(jaxpr: core.Jaxpr) -> bool:
 
 def _lower_again(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:
     """Lowers a launch in JAX's own way."""
-    del results  # Types of the context.
+    del results  # The context has the same types.
     rule = mlir.lower_fun(launch.of_types(ctx.avals_out), multiple_results=True)
     return rule(ctx, *operands)
 
@@ -145,7 +148,7 @@ def _lower_elsewhere(ctx: Any, *operands: Any, launch: _Launch, results: Any) ->
     """Lowers a launch for another device than a GPU, if nothing in it is a kernel.
 
     Raises:
-      ValueError: If something is.
+      ValueError: If the launch has a kernel.
     """
     try:
         return _lower_again(ctx, *operands, launch=launch, results=results)
@@ -179,8 +182,8 @@ def _batched(
 def _kernel_primitive() -> core.Primitive:
     """Returns the primitive that runs a launch.
 
-    `results` has the types of the results if they are others than the launch's.
-    Operands may have other types, too.
+    Its parameter `results` has the types of the results, or is None if these are the
+    launch's own. Operands may have other types than the launch's, too.
     """
     primitive = core.Primitive("kernel")
     primitive.multiple_results = True

@@ -20,7 +20,7 @@ from pallas_kernels.dispatch.stand_ins import traced_anew
 # for any device.
 Implementation = Literal["mosaic", "reference"]
 
-# The fewest elements of an array with which it matters whether a kernel runs.
+# Arrays with fewer elements cause no warning that a kernel does not run.
 _LARGE = 2**20
 
 
@@ -30,7 +30,7 @@ class Choice:
 
     Attributes:
       operation: The operation's name.
-      arrays: The dtypes and shapes of the arrays that it takes.
+      arrays: The dtypes and shapes of its operands, except for scalars.
       implementation: The implementation that runs.
       reason: The reason for this choice.
     """
@@ -101,13 +101,17 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def counted() -> contextlib.AbstractContextManager[None]:
-    """Lets `explain` see calls in jitted functions that JAX has traced before."""
+    """Returns a context manager under which `explain` sees calls in traced functions.
+
+    Otherwise it would miss calls in jitted functions that JAX has traced before. The
+    context manager does nothing unless `explain` is tracing a function.
+    """
     return contextlib.nullcontext() if _made.get() is None else traced_anew()
 
 
 @contextlib.contextmanager
 def unexplained() -> Iterator[None]:
-    """Hides what is traced in this context from `explain`."""
+    """Hides operations that are called in this context from `explain`."""
     token = _made.set(None)
     try:
         yield
@@ -128,7 +132,8 @@ class Operation(abc.ABC):
 
     Attributes:
       name: The operation's name.
-      fast_in_xla: Whether XLA is about as fast as the kernel, as with cuBLASLt.
+      fast_in_xla: Whether XLA is about as fast as the kernel, as for matmuls that it
+        runs in cuBLASLt. Nothing warns if such a kernel cannot run.
     """
 
     name: str
@@ -148,17 +153,20 @@ class Operation(abc.ABC):
 
     @abc.abstractmethod
     def axes(self, *arrays: Any) -> tuple[Any, Axes | Any]:
-        """Returns the axes of arrays and of results, trees like them or prefixes."""
+        """Returns a tree of `Axes` for the arrays, and one for the results.
+
+        Each tree has the structure of its arrays, or is a prefix of it.
+        """
 
     def slower(self, *arrays: Any) -> str | None:
-        """Returns why the kernel runs only if it is named, although it can; or None."""
+        """Returns why a kernel that can run is not the default, or None if it is."""
         del arrays
         return None
 
     def prefers_kernel(self, *arrays: Any) -> bool:
-        """Returns whether a call runs the kernel by default, and says no reasons.
+        """Returns whether the kernel runs by default; `explain` does not list the call.
 
-        It is for callers that otherwise run another kernel.
+        This method is for callers that otherwise run another kernel.
         """
         arrays = array_types.varying_alike(arrays)
         why = _against_kernels(arrays) or self.obstacle(*arrays)
@@ -167,7 +175,8 @@ class Operation(abc.ABC):
     def runs(self, *arrays: Any) -> Implementation:
         """Returns the implementation that a call runs by default.
 
-        `explain` lists it if it is the reference, which the caller may replace.
+        `explain` lists the call if this is the reference, because the caller may then
+        run something else instead.
         """
         choices = _made.get()
         implementation = _choose(self, array_types.varying_alike(arrays), None)
@@ -250,7 +259,7 @@ def _warn(operation: Operation, arrays: tuple, obstacle: str) -> None:
 
 
 def _against_kernels(arrays: tuple) -> list[str]:
-    """Returns the reasons why the reference runs by default; none if the kernel can."""
+    """Returns the reasons why no kernel runs by default; an empty list if they can."""
     if not devices.has_hopper():
         device = devices.default_device()
         capability = getattr(device, "compute_capability", None)

@@ -30,8 +30,8 @@ class Call:
 
     Attributes:
       operation: The operation that is called.
-      operands: The axes of the arrays that it takes.
-      results: The axes of its results.
+      operands: The axes of each array that the operation takes.
+      results: The axes of each of its results.
       single: The names of axes of length 1.
     """
 
@@ -42,7 +42,7 @@ class Call:
 
     @classmethod
     def of(cls, operation: Any, arrays: tuple) -> tuple["Call", Any]:
-        """Returns the call, and the shapes of the results."""
+        """Returns the call of an operation on arrays, and the shapes of its results."""
         operands, results = operation.axes(*arrays)
         shapes = jax.tree.map(_untyped, arrays)
         out = jax.eval_shape(operation.reference, *shapes)
@@ -94,7 +94,7 @@ class Call:
         return tree.unflatten(leaves)
 
     def _added_once(self, arrays: tuple, split: Mapping) -> tuple:
-        """Returns the arrays, with zeros for the accumulator on all devices but one."""
+        """Replaces an array that is added to a sum by zeros on all devices but one."""
         leaves, tree = jax.tree.flatten(arrays)
         for j, axes in enumerate(self.operands):
             if axes.added and (summed := _missing(axes, split)):
@@ -141,7 +141,7 @@ class Call:
     ) -> list[P]:
         """Returns the partition specs of operands or results.
 
-        A sum that is wanted in parts is computed in parts.
+        A sum over devices is reduce-scattered if the requested spec splits it.
         """
         specs = []
         for j, axes in enumerate(arrays):
@@ -176,9 +176,9 @@ class Call:
     def without_cuts(self, run: Callable, arrays: tuple, out: Any) -> Callable:
         """Wraps `run(arrays)` so that XLA splits no axis over a part of a mesh axis.
 
-        XLA would do so where a reshape makes the axis of a longer one, such as two
-        heads of columns that four devices split. JAX has no name for such a split, and
-        fails to compile.
+        XLA would do so where a reshape makes the axis from a longer one, such as an
+        axis of two heads from columns that four devices split. JAX cannot express such
+        a sharding, and fails to compile.
 
         Args:
           run: A function of arrays on automatic mesh axes.
@@ -213,7 +213,7 @@ class Call:
         return wrapped
 
     def rule(self) -> tuple[str, dict[str, Any]]:
-        """Returns the rule with which Shardy propagates shardings past an operation."""
+        """Returns the operation's sharding rule for Shardy, and the rule's options."""
         unsplit = self._whole()
         is_whole_of: dict[str, bool] = {}  # In the order of the rule, as JAX requires.
 
@@ -262,7 +262,7 @@ def leaves_of(tree: Any, axes: Any) -> Iterable[Axes]:
 
 
 def _uncut(x: Array, axes: Axes, cut: Collection[str], mesh: AbstractMesh) -> Array:
-    """Returns an array with whole axes in place of those that must not be cut."""
+    """Constrains an array so that its axes with names in `cut` are whole."""
     firsts = [names[0] for names in axes.merged]
     if axes.own or cut.isdisjoint(firsts):
         return x
@@ -273,14 +273,14 @@ def _uncut(x: Array, axes: Axes, cut: Collection[str], mesh: AbstractMesh) -> Ar
 
 
 def _amax(x: Array, axes: Axes) -> Array:
-    """Reduces an array's axes without a name to their amax, with one element each."""
+    """Reduces the unnamed axes of an array to their amax, one element on each axis."""
     named = sum(name != "_" for (name, *_) in axes.merged)
     unnamed = tuple(range(named, x.ndim))
     return magnitude(x, unnamed).reshape(*x.shape[:named], *(1 for _ in unnamed))
 
 
 def _further(axes: Axes, split: Mapping, spec: Sequence) -> tuple[str, ...]:
-    """Returns the mesh axes that split the last axis of an array beyond its name."""
+    """Returns mesh axes that split an array's last axis in addition to its name's."""
     if len(spec) < len(axes.merged) or not spec[-1]:
         return ()
     *leading, last = [split.get(names[0], ()) for names in axes.merged]
@@ -327,5 +327,5 @@ def _untyped(x: Array) -> jax.ShapeDtypeStruct:
 
 
 def shaped(shape: tuple[int, ...], like: Array) -> jax.ShapeDtypeStruct:
-    """Returns a shape with the dtype of an array."""
+    """Returns a `ShapeDtypeStruct` of this shape with the dtype of `like`."""
     return jax.ShapeDtypeStruct(shape, like.dtype)

@@ -24,7 +24,7 @@ from pallas_kernels.dispatch import views
 from pallas_kernels.dispatch.array_types import mesh_of
 from pallas_kernels.dispatch.parts import Call, leaves_of, shaped
 
-# Operations that an operation of this package may have around its kernel.
+# JAX primitives that may surround the kernel in an operation of this package.
 _VIEWS = frozenset(
     {"broadcast_in_dim", "convert_element_type", "reshape", "reshard", "squeeze"}
     | {"transpose"}
@@ -35,7 +35,7 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
     """Runs an operation on the part of its arrays that each device has.
 
     Args:
-      operation: A `operations.Operation`.
+      operation: An `operations.Operation`.
       *arrays: Its arrays, spread over a mesh that is not manual, or of types that do
         not tell whether XLA splits them over devices.
     """
@@ -71,8 +71,8 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
 class _Mapped:
     """An operation that `vmap` maps over a first axis of its arrays.
 
-    Devices can split this axis. One that has a single element of it runs the operation
-    itself.
+    Devices can split this axis. A device that has a single element of it runs the
+    operation itself.
 
     Attributes:
       operation: The operation without the axis.
@@ -165,7 +165,7 @@ def _part(
     operand_specs: tuple[P, ...],
     result_specs: tuple[P, ...],
 ) -> Callable:
-    """Returns the function of one device's parts, the same one for equal arguments."""
+    """Returns the function that computes one device's part, cached by arguments."""
 
     def part(arrays: tuple) -> Any:
         return call.part(arrays, mesh, dict(split), operand_specs, result_specs)
@@ -182,7 +182,7 @@ def operation_of(params: Mapping[str, Any]) -> str | None:
     """Returns the name of the operation of this package that a primitive runs, or None.
 
     Args:
-      params: The parameters of the primitive in a program.
+      params: The parameters of the primitive in an equation of a jaxpr.
     """
     if name := getattr(params.get("launch"), "name", None):
         return name

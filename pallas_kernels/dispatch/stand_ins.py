@@ -38,7 +38,7 @@ def for_hopper() -> Iterator[None]:
 
 
 def traced_anew() -> contextlib.AbstractContextManager[None]:
-    """Makes JAX trace functions anew in this context, even if it has traced them."""
+    """Makes JAX trace functions in this context, even if it has traced them before."""
     # JAX looks up an old trace by its metadata, among others. A new number finds none.
     return set_xla_metadata(trace=str(next(_traces)))
 
@@ -63,7 +63,10 @@ def _new(name: str) -> core.Primitive:
 
 
 class _Launch(NamedTuple):
-    """The name of an operation, where programs that run have its kernel, too."""
+    """The parameter `launch` of a stand-in, which has the operation's name.
+
+    In programs that run, the parameter `launch` also has the kernel.
+    """
 
     name: str
 
@@ -88,9 +91,10 @@ def kernel(operation: Any, *arrays: Any) -> Any:
 
 @jax.custom_vjp
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Returns the result of flash attention, which saves q, k, v and the result.
+    """Returns a stand-in for flash attention's result, and saves its residuals.
 
-    It also saves one float32 number for each query and head, as cuDNN's does.
+    The residuals are q, k, v, the result, and one float32 number for each query and
+    head, as for cuDNN's attention.
     """
     return _attention(q, k, v)[0]
 

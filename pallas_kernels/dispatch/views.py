@@ -1,9 +1,9 @@
-"""Programs that hand arrays to kernels in the shapes that the arrays have.
+"""Removes reshapes around kernels from a program.
 
-A kernel takes the address of an array. It does not matter to it whether the program has
-the array as [rows, n] or as [groups, 128]. But each reshape between two kernels is an
-instruction of the compiled program, and the time of some of XLA's passes grows with the
-square of their number. Here reshapes around kernels are removed from a program.
+A kernel takes the address of an array. Whether the program has the array as [rows, n]
+or as [groups, 128] makes no difference to the kernel. But each reshape between two
+kernels is an instruction of the compiled program, and the time of some of XLA's passes
+grows with the square of the number of instructions.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from jax.extend import core
 
 from pallas_kernels.dispatch import custom_calls, lowering
 
-# Calls that are inlined, with the parameter that holds their program. Nothing maps the
-# inlined program, so rules for `vmap` have no use.
+# Calls that are inlined, with the parameter that holds their jaxpr. `vmap` never maps
+# the inlined program, so the rules of `custom_vmap` are not needed.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_vmap_call": "call"}
 _RESHAPES = {"reshape", "squeeze", "broadcast_in_dim", "expand_dims"}
 _BARRIER = "optimization_barrier"
@@ -29,7 +29,7 @@ class _Value:
 
     Attributes:
       aval: Its shape and dtype.
-      of: The array that this one reshapes; None if it is computed.
+      of: The array that this one is a reshape of; None if this one is computed.
     """
 
     aval: Any
@@ -37,7 +37,7 @@ class _Value:
 
     @property
     def root(self) -> "_Value":
-        """The array in memory."""
+        """The array in memory: this one, or the array that this one is a reshape of."""
         return self if self.of is None else self.of.root
 
 
@@ -46,7 +46,7 @@ class _Step:
     """An operation of a program with its calls inlined.
 
     Attributes:
-      eqn: The equation.
+      eqn: The equation of the jaxpr.
       takes: The operands: `_Value`s and literals.
       returns: The results.
     """
@@ -60,7 +60,7 @@ class _Step:
         return self.eqn.primitive.name
 
     def run(self, operands: Sequence[Any], types: Sequence[Any]) -> Sequence[Any]:
-        """Runs the operation; a kernel returns results of these types."""
+        """Runs the operation; if it is a kernel, its results get these types."""
         bound = self.eqn.primitive.get_bind_params(self.eqn.params)
         functions, params = bound if isinstance(bound, tuple) else ((), bound)
         if self.name == lowering.KERNEL.name:
@@ -115,7 +115,7 @@ def _is_value(x: Any) -> bool:
 def _inlined(
     jaxpr: core.Jaxpr, arguments: Sequence[Any], steps: list[_Step]
 ) -> Iterator[Any]:
-    """Appends the operations of a program to `steps`, and yields its results.
+    """Appends the operations of a program to `steps`, and yields the results.
 
     Calls are inlined, and reshapes become `_Value`s of other arrays instead of steps.
     """
@@ -156,9 +156,9 @@ def _is_reshape(eqn: Any) -> bool:
 
 
 def _types(steps: Sequence[_Step], returns: Sequence[Any]) -> dict[_Value, Any]:
-    """Returns the types in which results of kernels and barriers are read.
+    """Returns the types with which other steps read results of kernels and barriers.
 
-    Kernels read arrays of any type.
+    Reads by kernels do not count, because kernels take arrays of any shape.
     """
     types: dict[_Value, Any] = {}
 

@@ -33,7 +33,7 @@ def strip_layout(shape: tuple[int, ...]) -> plgpu.Layout:
     """Returns the register layout of a strip of `shape`.
 
     Each lane holds a vector of consecutive elements, and the next lane holds the
-    elements that follow. Where a vector is a whole row, these are the next row.
+    elements that follow. If a vector is a whole row, the next lane holds the next row.
     """
     vector = math.prod(shape) // LANES
     warp = (shape[0] // 4, *shape[1:])
@@ -72,7 +72,7 @@ def encode(x: Array, scale: Array, dtype: DTypeLike) -> Array:
 
 
 def saturated(x: Array, dtype: DTypeLike) -> Array:
-    """Returns `x` rounded to codes, the largest one for numbers above it."""
+    """Returns `x` rounded to codes; larger magnitudes become the largest code's."""
     if not _saturates():
         x = jnp.clip(x, -code_max(dtype), code_max(dtype))
     return x.astype(dtype)
@@ -96,7 +96,7 @@ def encode_groups(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 
 def group_scale(x: Array, dtype: DTypeLike) -> Array:
-    """Returns the scales of groups on the last axis, equal to the reference's."""
+    """Returns the scales of groups on the last axis, as `numerics.group_scale` does."""
     return scale_of_bits(jnp.max(magnitude_bits(x), axis=x.ndim - 1), dtype)
 
 

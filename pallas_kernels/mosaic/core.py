@@ -40,7 +40,7 @@ def by_lanes(*, approx_math: bool = False) -> plgpu.CompilerParams:
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Stores a value of any layout to memory that is not swizzled."""
+    """Stores a value of any register layout to memory that is not swizzled."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:  # JAX 0.11 has no `plgpu.store`.

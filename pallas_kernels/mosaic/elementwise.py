@@ -3,7 +3,7 @@
 Arrays are viewed as [rows, parts, groups, group]. A thread block reads a few strips of
 them, applies a function to each strip in float32 registers, and encodes the results.
 
-Without a transposed copy, a lane has 8 neighbours of a strip. Data goes directly
+Without a transposed copy, a lane has 8 neighbours in a strip. Data goes directly
 between registers and global memory, and many thread blocks per multiprocessor hide the
 latency. With a transposed copy, the copy engine (TMA) brings tiles into shared memory
 and each lane has one row of a tile. The lane stores its codes byte by byte into a
@@ -63,12 +63,12 @@ def run(
     Args:
       fn: A function of strips. Its arguments are one strip per part of each operand, as
         stored: an array, or `Scaled`. It returns one float32 strip per part of the
-        values, an additional strip if `more` is given, and a strip to sum up if `sums`
-        is. If codes are wanted without a scale, it returns the codes themselves.
+        values, then an additional strip if `more` is given, and a strip to sum if
+        `sums` is true. For codes without a scale, it returns the codes themselves.
       operands: Arrays [rows, parts, n], `Scaled` of such arrays, and scalars. With
         tiles also arrays [rows] with a number for each row.
       scale: The per-tensor scale of `row` and `transposed` codes, `value / scale`.
-      more_scale: The same scale for `more`.
+      more_scale: The per-tensor scale of the codes of the additional value.
       after: An array that must be computed before the kernel runs. It is not read.
       blocks: The blocks of rows, if there are tiles and rows are not read in order.
       name: The kernel's name in profiles.
@@ -304,14 +304,14 @@ class Stages(NamedTuple):
         return [functools.partial(strips, j) for j in range(walk.strips)]
 
     def _copy(self, arrays: Any, row: Any, columns: Any, to: Any = slice(None)) -> None:
-        """Starts the copies of columns of rows to the rows `to` of tiles."""
+        """Starts the copies of arrays' rows and columns to the rows `to` of tiles."""
         for x, tiles in zip(arrays, self.tiles, strict=True):
             for i, tile in enumerate(tiles):
                 part = x.at[row, i, columns]
                 plgpu.copy_gmem_to_smem(part, tile.at[to], self.barrier)
 
     def _copy_rows(self, arrays: Any, index: Any, row: Array, columns: Any) -> None:
-        """Starts a copy of each row that `index` has from its row `row` on."""
+        """Starts a copy of each row that `index` lists, from position `row` on."""
 
         @pl.loop(0, LANES // _ROWS_AT_ONCE)
         def _(number):
@@ -323,7 +323,7 @@ class Stages(NamedTuple):
 
 
 def _of_rows(ref: Any, shape: tuple[int, int]) -> Array:
-    """Loads a number for each row of a strip of `shape`."""
+    """Loads one number per row, and broadcasts it to a strip of `shape`."""
     layout = strip_layout(shape)
     of_lanes = plgpu.load(ref, layout=layout.reduce(1), optimized=False)
     return plgpu.layout_cast(lax.broadcast_in_dim(of_lanes, shape, (0,)), layout)
@@ -340,7 +340,7 @@ def _scales(ref: Any, start: Array, walk: Walk) -> list[Array]:
         of_rows.astype(jnp.float32), plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
     )
     columns = [lax.slice(of_rows, (0, j), (LANES, j + 1)) for j in range(count)]
-    # The sum removes an axis of one.
+    # The sum removes an axis of length 1.
     return [jnp.sum(column, axis=1) for column in columns]
 
 

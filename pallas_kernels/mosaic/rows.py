@@ -261,7 +261,7 @@ class Share:
 
     @property
     def _cta(self) -> tuple[Array | int, Array]:
-        """The part, and the index of this thread block among the part's."""
+        """This thread block's part, and its index among the part's thread blocks."""
         cta = lax.axis_index("cta")
         if self.parts == 1:
             return 0, cta
@@ -272,7 +272,7 @@ class Share:
         return ref.at[pl.ds(index * self.groups, self.groups)]
 
     def of_part(self, ref: Any) -> Any:
-        """Returns this part's row of a ref with a row for each part; None for None."""
+        """Returns this part's row of a ref with a row per part; None without a ref."""
         return None if ref is None else self.row(ref, self._cta[0])
 
     def launch(self, name, kernel, outputs, *arrays, scratch=()):
@@ -315,7 +315,7 @@ class Share:
             return plgpu.BlockSpec(
                 (block, *ref.shape[1:]),
                 lambda j: (first + j * stride, 0)[: len(ref.shape)],
-                # This promise makes it one contiguous copy of any size.
+                # This promise allows one contiguous copy of any size.
                 oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 

@@ -32,10 +32,10 @@ class Sink:
     Args:
       out: The outputs.
       scratch: Tiles in shared memory, per part.
-      encoding: What to write.
+      encoding: The outputs to write.
       scale: The per-tensor scale of codes, or None.
-      valid: A mask for the transposed copy: integers with all bits set for numbers that
-        it has, and 0 where it has zeros. None if it has all numbers.
+      valid: A mask of the numbers to write to the transposed copy: integers with all
+        bits set, or 0 for numbers to replace by zeros. None means all numbers.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Sink:
         written = self._tiles.setdefault((i, "transposed"), [])
         to = self._scratch[i].transposed.at[pl.ds(len(written) * GROUP, GROUP)]
         if self._valid is not None:
-            # Mosaic computes with bits of bytes, and with nothing else of them.
+            # Mosaic has bitwise operations on bytes, but no arithmetic.
             bits = jnp.int8 if codes.dtype.itemsize == 1 else jnp.int16
             codes = lax.bitcast_convert_type(codes, bits) & self._valid.astype(bits)
             codes = lax.bitcast_convert_type(codes, self._encoding.transposed)
@@ -126,7 +126,7 @@ class Sink:
     ) -> None:
         """Writes the amax, the sums and the tiles of a thread block.
 
-        The first part is part `first_part` of the outputs.
+        The first part of this sink is part `first_part` of the outputs.
         """
         row, group = walk.start(cta, blocks)
         rows = pl.ds(row, walk.strip_rows)

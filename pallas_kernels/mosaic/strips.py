@@ -51,7 +51,7 @@ class Encoding:
         `wide`.
       tiles: Whether thread blocks handle tiles through shared memory. Always true with
         a transposed copy.
-      sums: Whether to write the sums of rows, in float32, and nothing else. It needs
+      sums: Whether to write the sums of rows, in float32, and nothing else. Sums need
         tiles.
     """
 
@@ -77,9 +77,9 @@ class Blocks(NamedTuple):
       source: The first row of each block. A block may end after the last row of arrays.
       count: The number of rows of each block that its transposed copy has; the rest of
         the copy's 128 columns are zeros. None means all 128 rows.
-      index: The row of arrays that stands at each row, with 128 more at the end. None
-        means that rows are in their order. Arrays are codes or integers of 8 bits then,
-        and only transposed copies are written.
+      index: For each row in the order of blocks, the row of the arrays to read there,
+        with 128 more entries at the end. None means that arrays have this order. With
+        an index arrays have elements of 8 bits, and only transposed copies are written.
     """
 
     source: Int[Array, " blocks"]
@@ -91,8 +91,8 @@ class Blocks(NamedTuple):
 class Walk:
     """Division of arrays [rows, parts, groups, group] into strips and thread blocks.
 
-    The last thread blocks overlap with their neighbours. Both write the same values
-    there.
+    The last thread blocks may overlap with their neighbours, and then write the same
+    values there.
 
     Attributes:
       rows: The number of rows of the arrays.
@@ -148,7 +148,7 @@ class Walk:
 
     @property
     def across(self) -> int:
-        """The number of thread blocks that a row's groups have."""
+        """The number of thread blocks that a row's groups are divided among."""
         return -(-self.groups // self.columns)
 
     @property
@@ -204,7 +204,7 @@ def obstacle(
 
     Args:
       rows: The number of rows.
-      parts: The arrays of a row that are computed together: 2 for gate and up.
+      parts: The number of parts of a row that are computed together: 2 for gate and up.
       n: The number of elements of each part.
       group: The number of neighbours that share a scale.
       transposed: Whether a transposed copy is written.

@@ -27,7 +27,7 @@ _STORED = {
     "nu_exponent": jnp.uint8,
 }
 _VECTOR = 8  # Elements of a vector load. Its address must be a multiple of its size.
-_ALIGNED = 16  # Exponents, of a byte each, at whose multiples a layer begins.
+_ALIGNED = 16  # A layer begins at a multiple of this many exponents, of a byte each.
 
 
 def adam(
@@ -95,10 +95,10 @@ def adam(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Adam(operations.Operation):
-    """The operation of `adam`, on arrays and on scalars that are no Python numbers.
+    """The operation of `adam`. Scalars that are Python numbers are compiled constants.
 
     Attributes:
-      known: Those scalars that are Python numbers; None for the others.
+      known: The scalars that are Python numbers, with None for each other scalar.
       strides: The distance between the positions of neighbouring groups.
       tuning: Settings of the kernel.
     """
@@ -151,8 +151,8 @@ class _Adam(operations.Operation):
 
     def _seeds(self, seeds: tuple, places: list[Array]) -> "_Seeds":
         seed, stream, salt = seeds
-        # Only `seed + stream` counts. Every parameter has another stream, but those of
-        # one shape have one seed here, which XLA computes once.
+        # Only `seed + stream` counts. Every parameter has another stream, but all
+        # parameters of one shape have the same seed here, which XLA computes once.
         first = sum(place[0] for place in places)
         return _Seeds(seed + first, stream, salt, self.strides)
 

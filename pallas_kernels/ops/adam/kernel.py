@@ -1,7 +1,8 @@
 """The kernel of Adam's step, which reads and writes every array once, in place.
 
-One warpgroup of a thread block keeps the copy engine busy. The others read rows of
-groups from shared memory, and write results directly to global memory.
+All warpgroups of a thread block read rows of groups from shared memory, and write
+results directly to global memory. The first warpgroup also starts the copies to shared
+memory (TMA).
 """
 
 import dataclasses
@@ -68,12 +69,12 @@ def run(
 ) -> State:
     """Updates parameters and moments in place; their refs are the kernel's outputs.
 
-    Arrays are [groups, width], with per-group numbers [groups]. Or they are [rows, n],
-    with per-group numbers [rows, ceil(n / 128)]. In the second case a short last group
-    is left unchanged.
+    Arrays are [groups, width], with per-group numbers [groups]. Otherwise they are
+    [rows, n], with per-group numbers [rows, ceil(n / 128)], and a short last group of
+    each row is left unchanged.
 
     With `first`, parameters and moments are stacks of layers, which have more groups
-    than the gradients: those of the layer begin at the row `first`.
+    than the gradients: the layer's groups begin at the row `first`.
     """
     rows, n = grads.shape
     width = min(n, GROUP)
@@ -116,7 +117,7 @@ def run(
         pipelined = n == GROUP
         tile = TALL if pipelined else TILE
         done = rows // tile * tile
-        # The rest needs at least TILE rows, so it takes over a tile if it has fewer.
+        # At least TILE rows must remain. If fewer do, a tile is added to them.
         done -= tile if 0 < rows - done < TILE else 0
         if done and pipelined:
             inputs = Inputs.of(*arrays[:2], step.with_params)
@@ -185,9 +186,9 @@ def _fitting(inputs: Inputs, tuning: Tuning) -> Tuning:
 def _pipeline(
     inputs: Inputs, update, refs: State, *, rows, steps, tuning, smem, filled, free
 ) -> None:
-    """Goes over steps; each warpgroup has one tile of a step.
+    """Computes a thread block's steps; each warpgroup has one tile of a step.
 
-    The first warpgroup also keeps the copy engine busy.
+    The first warpgroup also starts the copies to shared memory.
     """
     cta, ctas = lax.axis_index("cta"), lax.axis_size("cta")
     own = lax.div(steps - cta + ctas - 1, ctas)
@@ -234,9 +235,9 @@ def _pipeline(
 
 
 def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> None:
-    """Handles a tile of 16 rows of one group, or tiles of the rows from `starts`.
+    """Computes a tile of 16 rows of one group, or one tile at each row of `starts`.
 
-    Tiles from `starts` may overlap. Different lanes then write the same values to the
+    Tiles at `starts` may overlap. Different lanes then write the same values to the
     shared rows. So all tiles are read before one is written.
     """
     cta = lax.axis_index("cta")

@@ -25,8 +25,8 @@ NU_MAX = 464.0  # The largest number of UE4M4.
 # Range expansion covers at most this many octaves of a group. An element that has had
 # no gradient for long must not cost its neighbours their precision.
 OCTAVES = 40
-# The largest second moment that is stored. Without it a second moment would be infinite
-# where the square of a gradient overflows.
+# The largest second moment that is stored. Without a limit a second moment would become
+# infinite where the square of a gradient overflows.
 LARGEST_NU = 2.0**110
 MU_BEND = bend_of(3.0, mantissa=3)
 _MU_ROOT = MU_MAX ** (1 / 3)
@@ -113,7 +113,8 @@ def adam(
 def inverse_root(nu: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns 1 / sqrt(nu), the factor with which first moments are stored.
 
-    It is 0 if the second moment overflowed. The update is then zero too, as in optax.
+    The result is 0 if the second moment overflowed. The update is then zero too, as in
+    optax.
     """
     return jnp.where(nu <= _FINITE, lax.rsqrt(jnp.maximum(nu, TINY)), 0.0)
 

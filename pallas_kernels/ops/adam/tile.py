@@ -1,11 +1,12 @@
 """Adam's step on a tile of FP8 moments, in registers.
 
-The step is limited by memory, 10 bytes per bfloat16 parameter, as long as arithmetic
-hides behind it. After matmuls, which leave the chip at a lower clock, arithmetic does
-not hide completely. It uses issue slots and the special function unit equally. So:
+The step is limited by memory traffic, 10 bytes per bfloat16 parameter, as long as all
+arithmetic overlaps with it. After matmuls, which leave the chip at a lower clock, part
+of the arithmetic does not. Arithmetic uses issue slots and the special function unit
+equally. So:
 
 - Range expansion works on logarithms. As log2(0) = -inf, zeros stay zeros without a
-  select. The second moment is decoded as its root, whose square is free.
+  select. The second moment is decoded as its root, because squaring the root is free.
 - Moments are carried without the factors of gradients, 1 - b1 and 1 - b2. All other
   factors are folded into per-group numbers.
 - The expansion of the first moment is a cube, which takes two multiplications. One
@@ -80,7 +81,7 @@ class State(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs of a tile: refs, or functions that load."""
+    """The inputs of a tile: refs, or functions that load them."""
 
     grads: Any
     mu: Any

@@ -33,20 +33,21 @@ def attention(
 
     The score of a query and a key is `x = scale * q @ k`, or
     `softcap * tanh(x / softcap)`. The output is `softmax(scores) @ v` over the keys
-    that count; it is 0, and the log-sum-exp -inf, if there are none. The kernel saves
-    no scores: it is FlashAttention (arXiv 2307.08691, algorithm 1).
+    that are not masked. If all keys of a query are masked, its output is 0, and its
+    log-sum-exp -inf. The kernel saves no scores: it is FlashAttention (arXiv
+    2307.08691, algorithm 1).
 
     Args:
       q: Queries, bfloat16 for the kernel.
-      k: Keys; m divides n, and each of them serves n / m heads in turn.
+      k: Keys; m divides n, and each key head serves n / m consecutive query heads.
       v: Values.
       scale: The factor on products; None means 1 / sqrt(d).
       softcap: The bound of scores; None means no bound.
       causal: Whether later positions are masked.
-      window: The number of positions that a query attends to, its own one included:
-        keys at a distance of `window` or more are masked. None means all.
+      window: The number of positions that a query attends to, its own included: keys
+        at a distance of `window` or more are masked. None means all.
       segment_ids: The number of each position's segment. Positions attend only to their
-        own one.
+        own segment.
       implementation: The implementation; None means the kernel where it can run.
       tuning: The kernels' tiles; None means the default.
 
@@ -89,11 +90,11 @@ def attention_grad(
     implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s m d"], Float[Array, "b s m d"]]:
-    """Computes the gradients of `attention` of q, k and v.
+    """Computes the gradients of `attention` with respect to q, k and v.
 
-    Probabilities are computed again, as `exp(scores - lse)`: for `out` and `lse` of
-    more keys than these, the gradients of k and v are right, and the gradients of q of
-    all keys add up.
+    Probabilities are computed again, as `exp(scores - lse)`. So k and v may be a part
+    of the keys and values from which `out` and `lse` were computed: the gradients of
+    the part are right, and the gradient of q is the sum of the results of all parts.
 
     Args:
       do: The gradient of the output, bfloat16 for the kernel.
@@ -149,9 +150,10 @@ def runs_kernel(
     in_place_of_kernel: bool = False,
     **options,
 ) -> bool:
-    """Returns whether `attention` of arrays and options runs the kernel by default.
+    """Returns whether `attention` runs the kernel by default on these arguments.
 
-    If not, warnings and `explain` say why, except where another kernel runs then.
+    If not, warnings and `explain` say why, unless another kernel then runs in place of
+    this one (`in_place_of_kernel`).
     """
     scoring, masks = _checked(q, k, v, **(_DEFAULTS | options))
     operation = _Attention(scoring=scoring, tuning=None)
@@ -165,7 +167,7 @@ _DEFAULTS = dict(scale=None, softcap=None, causal=True, window=None, segment_ids
 
 
 def _grouped(x: Array, k: Array) -> Array:
-    """Returns the heads in groups that share a key head, which devices may split."""
+    """Reshapes heads [b, s, n, d] to [b, s, m, n / m, d], by the key heads of `k`."""
     b, s, n, d = x.shape
     return x.reshape(b, s, k.shape[2], n // k.shape[2], d)
 
@@ -194,7 +196,7 @@ def check_heads(q: Array, k: Array, v: Array, segment_ids: Array | None) -> None
 
 
 def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
-    """Returns how scores follow from q and k, and the arrays of the masks."""
+    """Checks arguments; returns their `Scoring`, and the arrays of the masks."""
     check_heads(q, k, v, segment_ids)
     s, d = q.shape[1], q.shape[3]
     for name, value in (("scale", scale), ("softcap", softcap)):
@@ -221,7 +223,7 @@ def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Attention(operations.Operation):
-    """`attention`, for queries [b, s, m, g, d], g of them for each key head."""
+    """The operation of `attention`; q is [b, s, m, g, d], g heads for each key head."""
 
     scoring: Scoring
     tuning: Tuning | None
@@ -251,7 +253,7 @@ class _Attention(operations.Operation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _AttentionGrad(operations.Operation):
-    """`attention_grad`, for queries [b, s, m, g, d], g of them for each key head."""
+    """The operation of `attention_grad`, with queries as in `_Attention`."""
 
     scoring: Scoring
     tuning: Tuning | None

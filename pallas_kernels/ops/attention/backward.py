@@ -3,10 +3,10 @@
 One kernel computes the gradients of queries: a thread block has a tile of queries, and
 goes over keys and values. Another one computes the gradients of keys and values: a
 thread block has a tile of keys and values of one head, and goes over the queries of all
-heads that share it. Both compute the probabilities again, from the log-sum-exp, so that
-no gradient is the sum of several thread blocks, and sums have one order. The equations
-stand in FlashAttention-2 (arXiv 2307.08691, algorithm 2); here they have the derivative
-of the soft cap.
+heads that share them. Both compute the probabilities again, from the log-sum-exp. So no
+gradient is a sum over several thread blocks, and all sums have a fixed order. The
+equations are in FlashAttention-2 (arXiv 2307.08691, algorithm 2), except for the
+derivative of the soft cap.
 """
 
 import functools
@@ -359,7 +359,7 @@ def _key_kernel(
 
 
 def _divided(j: Array, by: Array, most: int) -> tuple[Array, Array]:
-    """Returns the quotient and the remainder; the quotient is less than `most`.
+    """Returns the quotient and the remainder of j / by; the quotient is below `most`.
 
     The compiler calls a function to divide by a variable, and with a call only one
     wgmma runs at a time.

@@ -60,7 +60,7 @@ def run(
       q: Queries.
       k: Keys.
       v: Values.
-      window: The window, int32 [1]; not read without one.
+      window: The window, int32 [1]; not read if `scoring` has no window.
       segment_ids: The segments, int32 [b, s], or None.
       scoring: How scores follow from q and k.
       tiles: The tiles of the kernel.
@@ -130,7 +130,7 @@ class _Softmax:
 
     Attributes:
       scoring: How scores follow from products.
-      masks: Which scores count.
+      masks: The masks of scores.
       q: The queries in shared memory, [warpgroups, height, d].
       warpgroup: The number of the warpgroup.
       keys: The tiles of keys.
@@ -154,8 +154,8 @@ class _Softmax:
         The products with values run while the next scores are computed.
 
         Returns:
-          Sums of values, weighted by probabilities; the number to which these are
-          relative, in units of log 2; and sums of probabilities.
+          Sums of values, weighted by probabilities; the number to which probabilities
+          are relative, in units of log 2; and sums of probabilities.
         """
         _, height, d = self.q.shape
         of_rows = plgpu.Layout.WGMMA.reduce(1)
@@ -185,7 +185,7 @@ class _Softmax:
         """Sums probabilities that are relative to each query's largest score so far.
 
         Returns:
-          What `bounded` returns.
+          The same as `bounded`; the number is the largest score of each query.
         """
         _, height, d = self.q.shape
         of_rows = plgpu.Layout.WGMMA.reduce(1)

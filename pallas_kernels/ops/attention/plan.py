@@ -17,7 +17,7 @@ _LOWEST, _HIGHEST = -100.0, 64.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """The way from queries and keys to scores, and the masks of scores.
+    """The formula of scores, and the kinds of masks.
 
     Attributes:
       scale: The factor on products of queries and keys.
@@ -81,12 +81,12 @@ class Tuning:
 
     @classmethod
     def of(cls, head_dim: int) -> "Tuning":
-        """Returns the default for heads of a size."""
+        """Returns the default tiles for heads of `head_dim` columns."""
         return _TUNED[head_dim]
 
     @property
     def step(self) -> int:
-        """The number of positions of which sequences must be a multiple."""
+        """The number that must divide the length of sequences."""
         tiles = self.forward, self.queries, self.keys
         return math.lcm(*(size for t in tiles for size in (t.queries, t.keys)))
 
@@ -117,9 +117,10 @@ def spans_of_keys(
     window: Int[Array, "1"],
     segment_ids: Int[Array, "b s"] | None,
 ) -> Int[Array, "#b blocks 2"]:
-    """Returns the first tile of keys that each tile of queries attends to, and the end.
+    """Returns the span of tiles of keys that each tile of queries attends to.
 
-    Tiles outside of the span are masked as a whole.
+    A span is its first tile, and its last tile plus 1. Tiles outside of the span are
+    masked as a whole.
     """
     backward = window - 1 if scoring.windowed else None
     forward = 0 if scoring.causal else backward
@@ -134,9 +135,10 @@ def spans_of_queries(
     window: Int[Array, "1"],
     segment_ids: Int[Array, "b s"] | None,
 ) -> Int[Array, "#b blocks 2"]:
-    """Returns the first tile of queries that attends to each tile of keys, and the end.
+    """Returns the span of tiles of queries that attend to each tile of keys.
 
-    Tiles outside of the span are masked as a whole.
+    A span is its first tile, and its last tile plus 1. Tiles outside of the span are
+    masked as a whole.
     """
     forward = window - 1 if scoring.windowed else None
     backward = 0 if scoring.causal else forward
@@ -156,8 +158,8 @@ def _spans(
     Args:
       length: The number of positions.
       sizes: The two sizes.
-      backward: The number of positions before its own that one reaches; None means all.
-      forward: The number of positions after its own that one reaches; None means all.
+      backward: The number of earlier positions that a position reaches; None means all.
+      forward: The number of later positions that a position reaches; None means all.
       segment_ids: The number of each position's segment, or None.
     """
     size, other = sizes
@@ -172,10 +174,10 @@ def _spans(
 
 
 def _with_segments(first, end, segment_ids, sizes):
-    """Returns spans without tiles at both ends that share no segment with theirs.
+    """Returns spans without the tiles at their ends that share no segment.
 
-    Segments of a tile are judged by the range of their numbers, so that ids need not be
-    sorted.
+    Each span belongs to a tile. Another tile may share a segment with this tile if the
+    ranges of both tiles' ids overlap, so that ids need not be sorted.
     """
     if segment_ids is not None:
         b = segment_ids.shape[0]

@@ -21,7 +21,7 @@ class Ring:
       smem: The stages, [stages, rows, d].
       filled: Barriers that complete when a tile has arrived in its stage.
       free: Barriers that complete when no warpgroup reads a stage any longer.
-      source: Returns the tile in global memory, by its number.
+      source: A function from a tile's number to the tile in global memory.
       count: The number of tiles.
       loader: The warpgroup that starts the copies.
     """
@@ -62,8 +62,8 @@ class Ring:
         """Fills the stage of a tile that this warpgroup has released.
 
         The loader waits for the other warpgroup, and starts the copy of the tile that
-        is next in this stage. It waits even if there is none: a thread block must not
-        end before the last arrival at its barriers.
+        is next in this stage. It waits even if there is no such tile: a thread block
+        must not end before the last arrival at its barriers.
         """
 
         @pl.when(lax.axis_index("warpgroup") == self.loader)
@@ -176,7 +176,7 @@ def swizzled(count: int, rows: int, columns: int) -> Any:
 def place(batch: int, heads: int) -> tuple[Array, Array, Array]:
     """Returns the tile, the sequence and the head of this thread block.
 
-    Consecutive thread blocks have the same tile of other heads.
+    Consecutive thread blocks have the same tile of different heads.
     """
     index = lax.axis_index("cta")
     block, within = lax.div(index, batch * heads), lax.rem(index, batch * heads)
@@ -195,7 +195,7 @@ def settings(ctas: int) -> dict[str, Any]:
 
 
 def accumulated(acc: Array, multiply: Callable[[Any], None]) -> Array:
-    """Returns an accumulator after `multiply`, which adds products to its reference."""
+    """Returns an accumulator after `multiply`, which adds products to a ref to it."""
     return pl.run_state(multiply)(plgpu.ACC.init(acc))
 
 
@@ -217,7 +217,7 @@ def resident(smem: Any, index: Array | int, step: Array, use: int = 0) -> Any:
 def zero_of(step: Array, use: int = 0) -> Array:
     """Returns the number 0, as if it depended on a step and a use in the step.
 
-    What the compiler knows to be the same in all steps, it computes before the loop and
-    spills: addresses of all parts of a tile, or positions of all columns.
+    The compiler computes before the loop, and spills, what it knows to be the same in
+    all steps: addresses of all parts of a tile, or positions of all columns.
     """
     return lax.shift_right_logical(step + use, 20)

@@ -18,11 +18,11 @@ from pallas_kernels.ops.attention.plan import LOG2_E, Scoring
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Masks:
-    """The masks of a tile: they say which of its scores count.
+    """The masks of a tile's scores.
 
     Attributes:
-      scoring: The masks that there are.
-      window: The number of positions that a query attends to, its own one included, in
+      scoring: The kinds of masks.
+      window: The number of positions that a query attends to, its own included, in
         global memory, [1].
       segment_ids: The segments of all positions of a sequence, in global memory, [s];
         not read without segments.
@@ -35,7 +35,7 @@ class Masks:
     query_axis: int
 
     def masked(self, scores: Array, query: Array, key: Array, instead: float) -> Array:
-        """Returns the scores or probabilities of a tile; others if they do not count.
+        """Returns scores or probabilities of a tile, with masked ones replaced.
 
         Only tiles at an edge of the masks are compared element by element.
 
@@ -43,7 +43,7 @@ class Masks:
           scores: The scores, or probabilities.
           query: The position of the tile's first query.
           key: The position of the tile's first key.
-          instead: The number for those that do not count.
+          instead: The number in place of masked scores.
         """
         if self.scoring.segmented:
             scores = self._in_segments(scores, query, key, instead)

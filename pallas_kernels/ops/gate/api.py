@@ -49,17 +49,18 @@ def gated(
     """Computes `y = activation(gate) * up` in float32 and rounds it once.
 
     Args:
-      gate_up: Gate and up [..., 2, f], in groups of 16, or bfloat16 or float32. Or a
-        tuple of two such arrays [..., f]. A tuple of one is the gate alone, of which
-        `y = activation(gate)` is computed.
+      gate_up: Gate and up [..., 2, f]: codes in groups of 16, or bfloat16 or float32;
+        or a tuple of two such arrays [..., f]. A tuple of one array is the gate alone,
+        for `y = activation(gate)`.
       activation: The activation: "silu", "gelu" (GELU's tanh form) or "gelu_exact".
       scale: The scale of the output. None returns bfloat16. A float32 scalar returns
         codes of y / scale. "row" returns codes and per-token scales, amax / code_max.
-      dtype: The dtype of these codes, `float8_e4m3fn` or `float8_e5m2`.
+      dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
       copies: The copies to return with a scalar `scale`: codes [..., f], their
         transpose [f, tokens] or both. All leading axes are tokens.
       keep_groups: Whether to return gate and up as e4m3 codes in groups of 16 as well,
-        and the largest group scale of each token. It needs scale="row".
+        and the largest group scale of each token. `gate_up` must not be codes, and
+        `scale` must be "row".
       implementation: The implementation; None means the kernel where it can run.
       tuning: Tile sizes of the kernel; None means the default.
 
@@ -114,23 +115,23 @@ def gated_grad(
 ) -> Gated:
     """Computes the gradients of gate and up in float32, and rounds them once.
 
-    The gradient of gate is `dy * up * activation'(gate)`, that of up is
+    The gradient of gate is `dy * up * activation'(gate)`, and the gradient of up is
     `dy * activation(gate)`.
 
     Args:
-      gate_up: Gate and up, codes [..., 2, f] in groups of 16. Or a tuple of two codes
-        [..., f]. A tuple of one is the gate alone, whose gradient is
+      gate_up: Gate and up, codes [..., 2, f] in groups of 16; or a tuple of two such
+        arrays [..., f]. A tuple of one array is the gate alone, with the gradient
         `dy * activation'(gate)`.
       dy: The gradient of `gated`'s output, bfloat16 or float32.
       activation: The activation: "silu", "gelu" (GELU's tanh form) or "gelu_exact".
       scale: The scale of the gradients. None returns bfloat16. A float32 scalar returns
         codes of both gradients / scale.
-      dtype: The dtype of these codes, `float8_e4m3fn` or `float8_e5m2`.
+      dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
       copies: The copies to return with a scale: codes [..., 2, f], their transpose
         [2 f, tokens] or both. All leading axes are tokens.
-      product_scale: The per-tensor scale with which `gated`'s output is returned too,
-        as transposed float8_e4m3fn codes [f, tokens]. It needs `scale`, unless the gate
-        is alone.
+      product_scale: The per-tensor scale of `gated`'s output, which is then returned,
+        too, as transposed float8_e4m3fn codes [f, tokens]. It needs `scale`, unless
+        the gate is alone. None returns no such codes.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Tile sizes of the kernel; None means the default.
 
@@ -176,11 +177,11 @@ def gated_grad(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Gated(operations.Operation):
-    """`gated` of gate and up and a scalar scale.
+    """The operation of `gated`, on gate and up, and a scalar scale or None.
 
     Attributes:
       activation: The activation.
-      scale: "row" for per-token scales; None if the array `scale` says what to return.
+      scale: "row" for per-token scales; None if the operand `scale` is used.
       dtype: The dtype of codes.
       row: Whether to return the product.
       transposed: Whether to return its transpose.
@@ -243,7 +244,7 @@ class _Gated(operations.Operation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _GatedGrad(operations.Operation):
-    """`gated_grad` of gate and up, dy, scale and product_scale.
+    """The operation of `gated_grad`, on gate and up, dy, scale and product_scale.
 
     Attributes:
       activation: The activation.
@@ -289,7 +290,7 @@ class _GatedGrad(operations.Operation):
         with_product = product_scale is not None
         apart = len(operands) == 2
         encoding = _encoding(scale, self.dtype, self.row, self.transposed)
-        if apart:  # The amax of each would take registers.
+        if apart:  # The amax of each part would take registers.
             encoding = dataclasses.replace(encoding, maxima=False)
         out = elementwise.run(
             ProductGrad(activation=self.activation, with_product=with_product),

@@ -49,7 +49,7 @@ class Product:
 class ProductGrad:
     """The gradients of gate and up on strips, and the product if it is wanted.
 
-    Without up there is the gradient of the gate alone.
+    Without up, the gate's gradient is the only gradient.
     """
 
     activation: Activation
@@ -92,7 +92,7 @@ class WeightedGrad:
     def __call__(
         self, gate: Scaled, up: Scaled, dy: Array, weight: Array
     ) -> tuple[Array, ...]:
-        """Returns the gradients of gate and up, the product, and dy * product."""
+        """Returns both gradients, the product, and dy * activation(gate) * up."""
         gradients = ProductGrad(activation=self.activation, with_product=True)
         of_gate, of_up, y = gradients(gate, up, dy)
         return of_gate * weight, of_up * weight, y * weight, decode(dy) * y

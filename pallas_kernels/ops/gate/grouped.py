@@ -1,4 +1,4 @@
-"""Gradients of gates by rows that are sorted by expert and have weights."""
+"""Gradients of gated activations on rows that are sorted by expert and weighted."""
 
 import dataclasses
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from pallas_kernels.ops.grouped_matmul.tiles import BLOCK
 from pallas_kernels.ops.grouped_matmul.transposed import blocks, pad_groups
 from pallas_kernels.ops.quantize.groups import numbers_in_jnp
 
-_COLUMNS = 64  # Rows are multiples of it.
+_COLUMNS = 64  # The length of rows is a multiple of this number.
 _TUNING = Tuning(columns=32)
 
 
@@ -57,11 +57,11 @@ def weighted_gate_grad(
     implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> WeightedGradients:
-    """Computes the gradients of `y = weight * activation(gate) * up` by groups of rows.
+    """Computes the gradients of `y = weight * activation(gate) * up` for grouped rows.
 
-    The gradient of gate is `weight * dy * up * activation'(gate)`, that of up is
-    `weight * dy * activation(gate)`, and that of a row's weight is the sum of
-    `dy * activation(gate) * up`. All are computed in float32 and rounded once.
+    The gradient of gate is `weight * dy * up * activation'(gate)`, the gradient of up
+    is `weight * dy * activation(gate)`, and the gradient of a row's weight is the sum
+    of `dy * activation(gate) * up`. All are computed in float32 and rounded once.
 
     Args:
       gate_up: Gate and up [rows, 2, f], codes in groups of 16.
@@ -73,8 +73,8 @@ def weighted_gate_grad(
       activation: The activation: "silu", "gelu" (GELU's tanh form) or "gelu_exact".
       dtype: The dtype of the gradients' codes, `float8_e4m3fn` or `float8_e5m2`.
       implementation: The implementation; None means the kernel where it can run. The
-        kernel needs 128 rows after the last group's, which it may read. Without them
-        all codes are NaN.
+        kernel needs 128 rows after the last group, which it may read. Without these
+        rows all codes are NaN.
       tuning: Tile sizes of the kernel; None means the default.
 
     Raises:

@@ -1,6 +1,6 @@
 """The kernels of gated activations with per-token scales.
 
-A token is a row, whose unquantized values must be held until its scale is known. Short
+A token is a row. Its unquantized values must be held until its scale is known. Short
 rows are copied to shared memory ahead of their use, and their values are in registers.
 The values of a long row are in a thread block's shared memory, where each lane reads
 its own values again.
@@ -34,19 +34,19 @@ from pallas_kernels.ops.gate import warps
 from pallas_kernels.ops.gate.reference import Gated
 
 _CODES = jnp.float8_e4m3fn  # The dtype of groups that are kept.
-_LONG = LANES * GROUP  # The shortest row whose values are in shared memory.
-# Rows with their values in registers are short, and many thread blocks share them.
+_LONG = LANES * GROUP  # The shortest row with its values in shared memory.
+# Rows with their values in registers are short, so that many thread blocks fit.
 _TUNING = Tuning(ctas=16)
-# The most strips in shared memory. Two thread blocks fit a multiprocessor's.
+# The most strips in shared memory, so that two thread blocks fit a multiprocessor.
 _STRIPS = 13
 # The values of one more strip are in registers, for the 28,672 columns of Llama's 70B.
 _LONGEST = (_STRIPS + 1) * _LONG
-_QUAD = 4  # Numbers that a lane stores at once.
+_QUAD = 4  # The length of the vectors that a lane stores at once.
 _QUADS = GROUP // _QUAD
 
 
 def obstacle(tokens: int, n: int) -> str | None:
-    """Returns why the kernel cannot take `tokens` rows of `n`, or None."""
+    """Returns why the kernel cannot take `tokens` rows of length `n`, or None."""
     if not tokens:
         return "there are no rows"
     step = GROUP if n > _LONG else LANES
@@ -101,7 +101,7 @@ def run(
 
 
 def _long(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
-    """Runs the kernel of rows whose values are in shared memory."""
+    """Runs the kernel that holds the values of a row in shared memory."""
     tokens, _, groups, _ = outputs.values.shape
     parts = jax.tree.leaves(operands)[0].shape[1]
     strips = -(-groups // LANES)
@@ -128,7 +128,10 @@ def _long(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
             ]
 
         def compute(strip, loaded, largest, most):
-            """Returns the values of a strip in quads, and the largest so far."""
+            """Returns a strip's values in vectors of four, and the updated maxima.
+
+            The maxima are of the values, and of the scales of the stored groups.
+            """
             if out.groups is not None:
                 for (to, part), x in zip(
                     _parts(out.groups, parts), loaded, strict=True
@@ -205,7 +208,7 @@ def _long(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
 
 
 def _short(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
-    """Runs the kernel of rows whose values are in registers."""
+    """Runs the kernel that holds the values of a row in registers."""
     groups = outputs.values.shape[2]
     tiles = Row(n=groups * GROUP)
     parts = jax.tree.leaves(operands)[0].shape[1]
@@ -262,7 +265,7 @@ def _short(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
 
 
 def _flat(arrays: Any) -> Any:
-    """Views [tokens, parts, groups, 16] as [all groups, 16], and others as vectors."""
+    """Views [tokens, parts, groups, 16] as [all groups, 16]; flattens other arrays."""
     return jax.tree.map(
         lambda x: x.reshape((-1, GROUP) if x.ndim == 4 else (-1,)), arrays
     )

@@ -1,4 +1,4 @@
-"""Gate and up as the operands of gates: one array of both, or an array of each."""
+"""Gate and up as operands: one array of both, or an array of each."""
 
 from typing import Any, get_args
 
@@ -19,12 +19,15 @@ def check_activation(activation: Activation) -> None:
 
 
 def is_apart(gate_up: Scaled | Array | Apart) -> bool:
-    """Returns whether gate and up are arrays of their own."""
+    """Returns whether gate and up are given as a tuple of separate arrays."""
     return isinstance(gate_up, tuple) and not isinstance(gate_up, Scaled)
 
 
 def as_operands(gate_up: Scaled | Array | Apart) -> Operands:
-    """Returns gate and up as arrays of parts: a pair is two arrays of one part."""
+    """Returns gate and up as a tuple of arrays [..., parts, f]; checks their shapes.
+
+    One array of both has two parts. Separate arrays have one part each.
+    """
     if not is_apart(gate_up):
         values = jax.tree.leaves(gate_up)[0]
         if values.ndim < 2 or values.shape[-2] != 2:
@@ -83,5 +86,5 @@ def axes_of_results(operands: Operands, values: str) -> Gated:
 
 
 def with_one_axis(operands: Operands, count: int) -> Operands:
-    """Returns gate and up with one axis of `count` tokens."""
+    """Returns gate and up as arrays [count, parts, f], with one axis of tokens."""
     return jax.tree.map(lambda x: x.reshape(count, *x.shape[-2:]), operands)

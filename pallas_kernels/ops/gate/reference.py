@@ -26,8 +26,9 @@ GELU_CUBIC = 0.044715
 GELU_MAX = 32.0
 
 
-# Arrays for gate and for up: one [..., 2, f], or two [..., 1, f], or the first of them.
+# Gate and up: one array [..., 2, f], or two arrays [..., 1, f]; or only the gate's.
 Operands = tuple[Scaled | Float[Array, "... parts f"], ...]
+# Gate and up in separate arrays, or the gate alone.
 Apart = tuple[Any, ...]
 
 
@@ -79,7 +80,7 @@ def gated(
       row: Whether to return the codes [..., f].
       transposed: Whether to return the transpose of the codes.
       keep_groups: Whether to return gate and up in groups of 16, as a tuple with an
-        element for each operand. Only scale="row" has them.
+        element for each operand. Only scale="row" returns them.
     """
     gate, *up = _decoded(operands)
     factor, _ = activation_of(gate, activation)
@@ -138,9 +139,9 @@ def gated_grad(
 
 
 def joined(parts: Sequence[Gated]) -> Gated:
-    """Returns outputs as one, with values and transposes as tuples.
+    """Returns the outputs of parts as one `Gated`; values and transposes are tuples.
 
-    The amax is that of a single part.
+    The amax is returned only if there is a single part.
     """
 
     def every(name):

@@ -1,8 +1,7 @@
 """The kernel of gated activations with per-token scales, for rows that a warp holds.
 
-A thread block has four rows, and each of its warps one of them in registers. So lanes
-load 16 bytes at once of rows of 256 elements or more, and find the row's amax within
-their warp.
+A thread block has four rows, one in the registers of each warp. So lanes load 16 bytes
+at once of rows of 256 elements or more, and find the row's amax within their warp.
 """
 
 import functools
@@ -23,15 +22,15 @@ from pallas_kernels.ops.gate.reference import Gated
 
 _CODES = jnp.float8_e4m3fn  # The dtype of groups that are kept.
 _WARPS = 4
-_GROUPS = 16  # Groups of a row in a strip, of which a lane has 8 neighbours.
+_GROUPS = 16  # Groups of a row in a strip; a lane has 8 neighbouring elements.
 _SHAPE = (_WARPS, _GROUPS, GROUP)
 _LAYOUT = strip_layout(_SHAPE)
 _STEP = _GROUPS * GROUP
-_LONGEST = 4 * _STEP  # The longest row that has place in the registers of a warp.
+_LONGEST = 4 * _STEP  # The longest row that fits in the registers of a warp.
 
 
 def takes(tokens: int, n: int) -> bool:
-    """Returns whether the kernel can take `tokens` rows of `n`."""
+    """Returns whether the kernel can take `tokens` rows of length `n`."""
     return tokens >= _WARPS and not n % _STEP and n <= _LONGEST
 
 
@@ -101,7 +100,7 @@ def _loaded(operands: tuple[Any, ...], count: int, rows: Any, strip: int) -> lis
 def _keep(
     arrays: list[Any], groups: tuple[Scaled, ...], count: int, rows: Any, strip: int
 ) -> list[Array]:
-    """Stores a strip of each part in groups, and returns their scales in float32."""
+    """Stores a strip of each part in groups, and returns the scales in float32."""
     scales = []
     for x, (to, i) in zip(arrays, _pairs(groups, count), strict=True):
         codes, scale = encode_groups(decode(x), _CODES)

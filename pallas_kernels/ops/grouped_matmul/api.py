@@ -53,9 +53,9 @@ def grouped_matmul(
 
         y[starts[g]:ends[g]] = (a[starts[g]:ends[g]] * a_scale) @ (b[g] * b_scale).T
 
-    Rows after the last group's are zeros. Group sizes stay on the device. Groups may be
-    empty, and of any sizes. It is `jax.lax.ragged_dot` with scales, and with the
-    last axis of matrices contracted, as the tensor cores need it in FP8.
+    Rows of y after the last group are zeros. Group sizes stay on the device. Groups may
+    be empty, and of any sizes. The function is `jax.lax.ragged_dot` with scales, and
+    with the last axis of matrices contracted, as the tensor cores need it in FP8.
 
     In a mixture of experts it computes the forward matmuls, and with transposed
     weights the input gradients. On a mesh n or k can be split over devices. Rows and
@@ -63,9 +63,10 @@ def grouped_matmul(
 
     Args:
       a: Codes, e4m3 or e5m2, or bfloat16.
-      b: Codes, e4m3 or e5m2, at least one of `a` and `b` is e4m3; or bfloat16 like `a`.
+      b: Codes, e4m3 or e5m2, or bfloat16 like `a`. Of codes, at least one of `a` and
+        `b` is e4m3.
       group_sizes: The number of rows of each group, int32. If their sum exceeds the
-        number of rows, the last groups have fewer.
+        number of rows, the last groups have fewer rows.
       a_scale: The scales of `a`, float32: a scalar, or one for each row. None means 1.
       b_scale: The scales of `b`, float32: a scalar, one for each group [groups], or one
         for each group and output [groups, n]. None means 1.
@@ -120,7 +121,7 @@ def grouped_weight_gradient(
     implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "groups n k"]:
-    """Multiplies two arrays over the rows of each group: the gradients of its matrix.
+    """Contracts two arrays over the rows of each group: the gradient of its matrix.
 
     The arrays are transposed and padded, as `grouped_transpose` returns them: the
     columns of each group begin at a multiple of 128, and columns between groups are
@@ -128,13 +129,14 @@ def grouped_weight_gradient(
 
         y[g] = a[:, starts[g]:ends[g]] @ b[:, starts[g]:ends[g]].T * a_scale * b_scale
 
-    If the gradients of `grouped_matmul`'s result are `a`, and its rows are `b`, these
-    are the gradients of its matrices. Groups without rows have zeros. On a mesh n or k
-    can be split over devices; rows and groups are whole on every device.
+    If `a` has the gradient of `grouped_matmul`'s result, and `b` the rows that it
+    multiplied, y is the gradient of its matrices. For groups without rows y is zero. On
+    a mesh n or k can be split over devices; rows and groups are whole on every device.
 
     Args:
       a: Codes, e4m3 or e5m2, or bfloat16.
-      b: Codes, e4m3 or e5m2, at least one of `a` and `b` is e4m3; or bfloat16 like `a`.
+      b: Codes, e4m3 or e5m2, or bfloat16 like `a`. Of codes, at least one of `a` and
+        `b` is e4m3.
       group_sizes: The number of rows of each group, int32, without padding.
       a_scale: The scales of `a`, float32: a scalar, or one for each group. None means
         1.
@@ -181,7 +183,7 @@ def group_tiles(
 ) -> GroupTiles:
     """Lists the tiles of rows in groups, for all `grouped_matmul`s of these groups.
 
-    Without `tiles` every matmul lists its own.
+    A `grouped_matmul` without the argument `tiles` lists its own tiles.
 
     Args:
       group_sizes: The number of rows of each group, int32, on the device.
@@ -277,7 +279,7 @@ class _GroupedMatmul(_Grouped):
 
     def axes(self, a, b, a_scale, b_scale, group_sizes, tiles) -> tuple:
         of_a, of_b = (_axes(x, "_", "_ n") for x in (a_scale, b_scale))
-        # A sum over devices has its amax only afterwards.
+        # The amax of a sum over devices is known only after the sum.
         depth = "_" if self.maxima else "k"
         of_matrices = Axes(f"_ {depth}"), Axes(f"_ n {depth}")
         operands = *of_matrices, of_a, of_b, _WHOLE_LINE, _WHOLE_LINE
@@ -338,14 +340,14 @@ class _WeightGradient(_Grouped):
 
 
 def _axes(scale: Array | None, *names: str) -> Axes | None:
-    """Returns the axes of scales, of which `names` has one entry for each rank."""
+    """Returns the axes of a scale; `names` has an entry for each number of axes."""
     if scale is None:
         return None
     return Axes(names[scale.ndim - 1]) if scale.ndim else WHOLE
 
 
 def _kernel_scales(a_scale: Array | None, b_scale: Array | None, groups: int) -> Scales:
-    """Returns the scales as the kernel takes them, scalars multiplied with others."""
+    """Returns the scales as the kernel takes them; scalars multiply other scales."""
     if a_scale is None or not a_scale.ndim:
         a_scale, b_scale = None, _multiplied(a_scale, b_scale)
     elif b_scale is not None and not b_scale.ndim:
@@ -358,7 +360,7 @@ def _kernel_scales(a_scale: Array | None, b_scale: Array | None, groups: int) ->
 
 
 def _multiplied(a_scale: Array | None, b_scale: Array | None) -> Array | None:
-    """Returns the product of scales, of which None is 1."""
+    """Returns the product of two scales; None stands for 1."""
     if a_scale is None or b_scale is None:
         return b_scale if a_scale is None else a_scale
     return a_scale * b_scale

@@ -27,7 +27,7 @@ def check_groups(group_sizes: Array, groups: int) -> None:
 
 
 def check_operands(a: Array, b: Array) -> None:
-    """Raises ValueError unless both are bfloat16, or codes of which one is e4m3."""
+    """Raises ValueError unless both are bfloat16, or codes with at least one e4m3."""
     dtypes = {jnp.dtype(a.dtype), jnp.dtype(b.dtype)}
     if dtypes == {jnp.dtype(jnp.bfloat16)}:
         return

@@ -29,17 +29,17 @@ def copy_rows(
     rows: int,
     implementation: operations.Implementation | None = None,
 ) -> Float[Array, "rows n"]:
-    """Returns rows y of which `y[places[t, 0]] = y[places[t, 1]] = ... = x[t]`.
+    """Returns rows y with `y[places[t, 0]] = y[places[t, 1]] = ... = x[t]`.
 
-    It gathers rows in the order of experts, and reads each token once. On a mesh n can
-    be split over devices; rows and tokens are whole on every device. Rows at no place
-    are undefined.
+    This copies tokens to rows in the order of experts, and reads each token once. On a
+    mesh n can be split over devices; rows and tokens are whole on every device. Rows of
+    y that are not in `places` are undefined.
 
     Args:
       x: Codes of one token or more.
       places: The rows of each token, int32. All must differ and be less than `rows`,
         which is not checked.
-      rows: The number of rows.
+      rows: The number of rows of y.
       implementation: The implementation; None means the kernel where it can run.
 
     Raises:
@@ -68,7 +68,7 @@ def copy_rows(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _CopyRows(operations.Operation):
-    """`copy_rows`."""
+    """The operation of `copy_rows`."""
 
     rows: int
     name = "copy_rows"
@@ -135,6 +135,6 @@ def _words(x: Float[Array, "tokens n"]) -> Array:
 
 
 def _codes(words: Array, like: Float[Array, "tokens n"]) -> Float[Array, "rows n"]:
-    """Returns the codes in words; `like` are such codes."""
+    """Returns the codes that words hold, with the dtype and row length of `like`."""
     codes = lax.bitcast_convert_type(words, like.dtype)
     return codes.reshape(len(words), like.shape[1])

@@ -1,8 +1,8 @@
 """The kernel of matmuls that are grouped along k, for Hopper GPUs.
 
 It is the dense matmul's kernel with another tile scheduler. The number of tiles is
-known when the kernel is compiled. Their numbers of steps along k differ between groups,
-and are known on the device only:
+known when the kernel is compiled. The number of steps along k of a tile depends on its
+group, and is known on the device only:
 
 - XLA adds up the steps of each thread block's tiles (`_schedule`). The sums give
   the stage of a step, and the tile of the step that is next in a stage. Copies
@@ -66,7 +66,10 @@ def run(
 def _schedule(
     walk: "DepthWalk", group_sizes: Int[Array, " groups"], blocks: int
 ) -> Int[Array, " sums"]:
-    """Returns the sums of steps before each tile, block by block of `walk.entries`."""
+    """Returns the number of steps before each tile, for one thread block after another.
+
+    Each thread block has `walk.entries` of these numbers.
+    """
     steps = jnp.maximum(-(-group_sizes // walk.tile_k), 1)
     entries = walk.entries(blocks) - walk.tuning.stages - 1
     index = jnp.arange(blocks)[:, None] + jnp.arange(entries) * blocks
@@ -103,7 +106,7 @@ class DepthPlace(Place):
     """The place of a group's tile.
 
     Attributes:
-      group: Its group.
+      group: The tile's group.
       first: The number of steps along all rows before the group's first row.
     """
 
@@ -116,7 +119,7 @@ class DepthVisit(Visit):
     """A tile with as many steps as its group has.
 
     Attributes:
-      before: The number of steps of all tiles of the thread block before it.
+      before: The number of steps of the thread block's earlier tiles.
     """
 
     before: Any
@@ -145,7 +148,7 @@ class DepthWalk(Walk):
         return -(-self.total // blocks) + 1 + self.tuning.stages
 
     def on_device(self, first: Any, sums: Any) -> "DepthWalk":
-        """Returns the scheduler in a kernel, which reads these arrays."""
+        """Returns the scheduler for a kernel, with refs to the arrays that it reads."""
         walk = copy.copy(self)
         walk._first, walk._sums = first, sums
         walk._own = lax.axis_index("sm") * self.entries(lax.axis_size("sm"))
@@ -167,7 +170,7 @@ class DepthWalk(Walk):
         return DepthVisit(number, self.place(number), steps, steps_before)
 
     def place(self, number: Array) -> DepthPlace:
-        """Returns where a tile of this thread block is."""
+        """Returns the place of a tile of this thread block."""
         index = lax.axis_index("sm") + number * lax.axis_size("sm")
         group, within = lax.div(index, self.of_group), lax.rem(index, self.of_group)
         rows, columns = self.parts(within)
@@ -177,7 +180,7 @@ class DepthWalk(Walk):
 
     def step_at(self, position: Array, number: Array | int) -> tuple[Array, Array]:
         """Returns the tile and the step at a position among the steps of all tiles."""
-        # Every tile has a step, so the tile is one of the next ones.
+        # Every tile has a step, so the tile is at most `stages` tiles after `number`.
         number = jnp.asarray(number, jnp.int32)
         tile, steps_before = number, self._before(number)
         for ahead in range(1, self.tuning.stages + 1):
@@ -191,7 +194,7 @@ class DepthWalk(Walk):
 class DepthTile(Tile):
     """The work of a warpgroup on its rows of a group's tile.
 
-    `a_scale` are the scales, and `b_scale` the sizes of groups.
+    The field `a_scale` holds the scales, and `b_scale` the sizes of groups.
     """
 
     def _scaling(self, place: DepthPlace, band):

@@ -1,7 +1,8 @@
 """The kernel that lists the tiles of grouped rows, for Hopper GPUs.
 
-XLA lists them in five kernels, which take longer than the fastest matmuls' epilogues.
-Here each lane has a tile, and goes through all groups to find the tile's own.
+XLA would list the tiles in five kernels, which take longer than the epilogues of the
+fastest matmuls. Here each lane has a tile, and goes through all groups to find the
+tile's group.
 """
 
 import functools

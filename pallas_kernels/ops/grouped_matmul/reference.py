@@ -75,7 +75,7 @@ def weight_gradient_in_jnp(
 
 def _product(a: Float[Array, "m k"], b: Float[Array, "n k"]) -> Float[Array, "m n"]:
     """Computes a @ b.T in float32; bfloat16 holds all FP8 numbers."""
-    # XLA has not all bfloat16 products for CPUs.
+    # XLA does not support all bfloat16 products on CPUs.
     wide = jnp.float32 if devices.target_platform() == "cpu" else jnp.bfloat16
     a, b = (x.astype(wide) for x in (a, b))
     return lax.dot_general(a, b, _NT, preferred_element_type=jnp.float32)

@@ -3,12 +3,12 @@
 It is the dense matmul's kernel with another tile scheduler and another epilogue:
 
 - The tiles along m are listed on the device (`GroupTiles`). Thread blocks read the list
-  from global memory, where it stays in the L1 cache. No group is searched for.
-- b is read as one matrix [groups * n, k]. A tile's rows of it are its group's.
+  from global memory, where it stays in the L1 cache, and need not search for groups.
+- b is read as one matrix [groups * n, k]. A tile reads the rows of its group.
 - Subtiles at the border of a group are stored in parts of 32, 16, ... 1 rows.
 - Rows after the last group become zeros.
-- The amax of each row of a tile, if it is wanted, has a place by the tile's number.
-  Rows of other groups count as zeros.
+- The amax of each row of a tile, if it is wanted, is stored at the tile's number. Rows
+  of other groups count as zeros.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from pallas_kernels.ops.matmul.walk import LastStripe, Place, Stages, Walk, in_s
 
 
 class Scales(NamedTuple):
-    """The scales of a grouped matmul, or None; their product scales the result.
+    """The scales of a grouped matmul; the result is multiplied by all but None.
 
     Attributes:
       rows: A scale for each row of a, float32 [rows].
@@ -61,13 +61,13 @@ def run(
     tuning: Tuning,
     sms: int,
 ) -> tuple[Array, Array | None]:
-    """Computes the grouped matmul of a [rows, k] and b [groups, n, k], [rows, n].
+    """Computes the grouped matmul [rows, n] of a [rows, k] and b [groups, n, k].
 
     Tiles must have the height `tuning.tile_m`.
 
     Returns:
-      The result, and the amax of each row of each listed tile, float32 [k], rounded
-      like the result; or None if it is not wanted.
+      The result; and the amax of each row of each listed tile, a float32 vector,
+      rounded like the result, or None if it is not wanted.
     """
     (rows, k), (groups, n, _) = a.shape, b.shape
     columns = -(-n // tuning.span[1])
@@ -115,14 +115,14 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class GroupedPlace(Place):
-    """The place of a group's tile; `columns` are its rows of b, [groups * n, k].
+    """The place of a group's tile; `columns` are the tile's rows of b [groups * n, k].
 
     Attributes:
-      number: Its number in the list.
-      group: Its group.
-      column: Its first column of the result.
-      first: The first row to store. Rows before are another group's or tile's.
-      end: One more than the last row of its group.
+      number: The tile's number in the list.
+      group: The tile's group.
+      column: The tile's first column of the result.
+      first: The first row to store. Rows before belong to another group or tile.
+      end: One more than the last row of the group.
     """
 
     number: Any
@@ -157,7 +157,7 @@ class GroupedWalk(Walk):
         self._last = LastStripe(full, fewer, share)
 
     def place(self, number: Array) -> GroupedPlace:
-        """Returns where a tile of this thread block is."""
+        """Returns the place of a tile of this thread block."""
         t, (_, n), listed = self.tuning, self.shape, self._listed
         index = lax.axis_index("sm") + number * lax.axis_size("sm")
         at, column = in_stripes(index, self._columns, t.width, self._last)
@@ -212,7 +212,7 @@ class GroupedTile(Tile):
         return scaled
 
     def _store(self, pieces, addends, place: GroupedPlace, band) -> None:
-        """Stores the rows of the epilogue subtiles that are the group's, and amaxes."""
+        """Stores the group's rows of the epilogue subtiles, and their amaxes."""
         smem = self.out_smem.at[lax.axis_index("warpgroup")]
         largest = None
         for number, (i, j, value) in enumerate(pieces):
@@ -244,10 +244,10 @@ class GroupedTile(Tile):
 
         Args:
           staged: The subtile in shared memory.
-          row: The result's row of the subtile's first row.
-          column: The result's column of its first column.
+          row: The row of the result at which the subtile begins.
+          column: The column of the result at which the subtile begins.
           first: The first row of the subtile to store.
-          count: The number of rows; none or less than none stores nothing.
+          count: The number of rows; zero or a negative number stores nothing.
         """
         (out,) = self.out
         columns = pl.ds(column, staged.shape[1])
@@ -265,7 +265,7 @@ class GroupedTile(Tile):
 
         @pl.when((count > 0) & (count < PIECE_M))
         def _():
-            # The bits of the count are the parts.
+            # Each bit of the count is a part to store.
             size, start = PIECE_M // 2, first
             while size:
                 bit = lax.bitwise_and(count, jnp.int32(size))

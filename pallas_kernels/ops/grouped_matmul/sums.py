@@ -31,9 +31,10 @@ def sum_rows(
 ) -> Float[Array, "tokens n"]:
     """Computes `y[t] = add[t] + x[places[t, 0]] + x[places[t, 1]] + ...` in float32.
 
-    It is rounded once, to `out_dtype`. In a mixture of experts it adds up the results
-    of a token's experts, and the gradients of the rows that a token was copied to. On a
-    mesh n can be split over devices; rows and tokens are whole on every device.
+    The sum is rounded once, to `out_dtype`. In a mixture of experts this adds up the
+    results of a token's experts, and the gradients of the rows that a token was copied
+    to. On a mesh n can be split over devices; rows and tokens are whole on every
+    device.
 
     Args:
       x: The rows, bfloat16 or float32.
@@ -71,7 +72,7 @@ def sum_rows(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SumRows(operations.Operation):
-    """`sum_rows`."""
+    """The operation of `sum_rows`."""
 
     out_dtype: jnp.dtype
     name = "sum_rows"

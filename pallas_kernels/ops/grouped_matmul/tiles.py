@@ -17,8 +17,8 @@ BLOCK = 128  # Padded groups begin at multiples of this many rows.
 class GroupTiles:
     """The tiles of rows that are sorted by group, as `group_tiles` lists them.
 
-    All arrays are int32. Arrays with an element for each tile have more elements than
-    there are tiles, a multiple of 128. Other elements are zeros.
+    All arrays are int32. Arrays with an element for each tile are padded with zeros, to
+    a multiple of 128 elements.
 
     Attributes:
       group: The group of a tile.
@@ -49,7 +49,7 @@ def listed_tiles(rows: int, groups: int, height: int, align: int = ROWS) -> int:
       rows: The number of rows in all groups.
       groups: The number of groups.
       height: The number of rows of a tile.
-      align: The number that the first row of a group is rounded down to a multiple of.
+      align: First rows of groups are rounded down to multiples of this number.
     """
     return -(-most_tiles(rows, groups, height, align) // _LANES) * _LANES
 
@@ -60,8 +60,8 @@ def tiles_in_jnp(
     """Lists the tiles of grouped rows in jnp.
 
     Each group is tiled from its own first row, rounded down to a multiple of `align`.
-    The last tile may read rows that the one before reads, too. No two tiles write the
-    same row.
+    The last tile may read rows that the previous tile reads, too. No two tiles write
+    the same row.
     """
     sums = _sums(group_sizes)
     starts = jnp.minimum(sums - group_sizes, rows)
@@ -94,9 +94,9 @@ def _sums(x: Int[Array, " n"]) -> Int[Array, " n"]:
 
 
 def padded_rows(rows: int, groups: int) -> int:
-    """Returns the number of rows that hold any `groups` groups of `rows` rows, padded.
+    """Returns how many padded rows suffice for `groups` groups of `rows` rows in all.
 
-    Each group begins at a multiple of 128 rows, after the group before.
+    Each group begins at the first multiple of 128 rows after the previous group.
 
     Examples:
       >>> from pallas_kernels import padded_rows

@@ -34,19 +34,20 @@ def grouped_transpose(
 ) -> Float[Array, "n padded"]:
     """Transposes rows in groups, for `grouped_weight_gradient`.
 
-    The columns of each group begin at a multiple of 128, after the group before. The
-    columns between groups and after them are zeros. There are `padded_rows(rows,
-    groups)` columns. With a scale the result is quantized as by `quantize_tensor`, in
-    the same pass. With an index the rows are `x[index]`, which are not written.
+    The columns of each group begin at the first multiple of 128 after the previous
+    group. The columns between groups and after them are zeros. There are
+    `padded_rows(rows, groups)` columns. With a scale the result is quantized as by
+    `quantize_tensor`, in the same pass. With an index the rows are `x[index]`, which
+    is not written to memory.
 
     Args:
       x: Rows that are sorted by group, bfloat16 or float32; without a scale they may
-        also be codes. Rows after the last group's have no effect.
+        also be codes. Rows after the last group have no effect.
       group_sizes: The number of rows of each group, int32.
       scale: A per-tensor scale, with which the result is quantized, or None.
-      index: The rows of `x` to take, int32, in the order of groups; None for all in
-        their order. Rows in groups must be rows of `x`, which is not checked. It is for
-        codes.
+      index: The rows of `x` to take, int32, in the order of groups; None means all rows
+        in their order. Entries in groups must be rows of `x`, which is not checked.
+        With an index `x` must be codes.
       dtype: The dtype of the codes, if there is a scale.
       implementation: The implementation; None means the kernel where it can run.
 
@@ -111,7 +112,8 @@ class _GroupedTranspose(operations.Operation):
         return (Axes("_ n"), Axes("_"), WHOLE, of_index), Axes("n _")
 
     def kernel(self, x, group_sizes, scale, index) -> Array:
-        # The copy engine takes no parts of other rows, and a mesh may split columns.
+        # The copy engine copies rows at an index in parts of 128 columns only. Columns
+        # that a mesh splits may have another number.
         if index is not None and x.shape[1] % _BYTES:
             x, index = _rows_at(x, index), None
         columns = _columns(x)
@@ -155,7 +157,7 @@ def _columns(x: Array) -> int:
 
 
 def blocks(group_sizes: Int[Array, " groups"], rows: int) -> Blocks:
-    """Returns the blocks of rows whose transposes `grouped_transpose` returns."""
+    """Returns the blocks of rows that `grouped_transpose` transposes."""
     total = padded_rows(rows, len(group_sizes))
     return Blocks(*_sources(group_sizes, jnp.arange(0, total, BLOCK)))
 
@@ -173,13 +175,13 @@ def pad_groups(
 def _sources(
     group_sizes: Int[Array, " groups"], padded: Int[Array, " count"]
 ) -> tuple[Int[Array, " count"], Int[Array, " count"]]:
-    """Returns the rows that stand at some padded rows.
+    """Returns the rows that are placed at the rows `padded` of a padded array.
 
     Returns:
       The row at each padded row, and the number of rows of its group from it on, at
-      most 128; none between groups.
+      most 128; both are 0 between groups.
     """
-    # Constant sizes may be an array of NumPy, which no traced array indexes.
+    # Constant sizes may be a NumPy array, which a traced array cannot index.
     group_sizes = jnp.asarray(group_sizes)
     starts, ends = padded_starts(group_sizes), jnp.cumsum(group_sizes)
     # Groups begin in order, so a row is of the last group that has begun.

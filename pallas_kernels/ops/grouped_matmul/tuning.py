@@ -10,7 +10,7 @@ from pallas_kernels.ops.matmul.plan import PIECE_M, TILE_K, Product, Tuning, til
 _WIDE = Tuning(width=16)
 _TURNS = Tuning(tile_n=192, stages=4, together=False)
 _NARROW = Tuning(tile_n=128, stages=6, together=False)
-# All but the last have tiles of one height, so that they can share a list of tiles.
+# All but the last have tiles of equal height, so that they can share a list of tiles.
 ALONG_M = (
     _WIDE,
     Tuning(),
@@ -20,8 +20,8 @@ ALONG_M = (
     Tuning(tile_m=256, tile_n=128, cluster="n"),
 )
 ALONG_K = (Tuning(), _TURNS, _NARROW)
-# The epilogue counts with so few steps along k or fewer. Ping-pong warpgroups store a
-# tile while the next one is computed.
+# The time of the epilogue counts with this many steps along k or fewer. Ping-pong
+# warpgroups store a tile while the next one is computed.
 _FEW_STEPS = 16
 
 
@@ -30,8 +30,8 @@ def along_m(
 ) -> Tuning | None:
     """Returns the settings of a matmul that is grouped along m, or None.
 
-    They are the fastest of those measured on an H100 for 16,384 to 65,536 rows in 8 to
-    128 groups. The tiles have this height.
+    The settings are the fastest that were measured on an H100 for 16,384 to 65,536 rows
+    in 8 to 128 groups, with tiles of `height` rows.
     """
     few = k // tile_k(dtype) <= _FEW_STEPS
     order = (_TURNS, _WIDE, _NARROW) if few else (_WIDE, _TURNS, _NARROW)

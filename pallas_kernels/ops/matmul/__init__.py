@@ -1,1 +1,1 @@
-"""FP8 matmuls, whose result can be per-group codes or attention heads."""
+"""FP8 matmuls, with a matrix or attention heads as the result."""

@@ -48,8 +48,8 @@ def matmul(
       a: Codes, e4m3 or e5m2.
       b: Codes, e4m3 or e5m2. At least one of `a` and `b` is e4m3. Several axes after
         the first one are contracted in their order. On a mesh the last of them can be
-        split over devices that need all of it: the kernel reads it in parts, as they
-        are gathered.
+        split over devices, although each device needs all of it: the parts are
+        gathered, and the kernel reads them as they are.
       a_scale: The scales of `a`, float32.
       b_scale: The scales of `b`, float32.
       accumulator: An array to add, in the result's dtype.
@@ -63,7 +63,7 @@ def matmul(
         like `maxima`.
       implementation: The implementation; None means the kernel where it can run and is
         faster.
-      tuning: Tile sizes and other settings of the kernel; None means the measured ones.
+      tuning: Tile sizes and other settings of the kernel; None means the default.
 
     Raises:
       ValueError: If dtypes or shapes are not supported, or the kernel was named and
@@ -128,8 +128,8 @@ def matmul_heads(
     For every key head the columns of a @ b.T are its queries, then its key, then its
     value. `join_heads` computes the gradient of these columns. RoPE is applied to
     queries and keys in float32: the halves [x, y] of a head become
-    [x cos - y sin, y cos + x sin]. The matmul without RoPE is never in memory. See
-    `matmul` for other arguments and errors.
+    [x cos - y sin, y cos + x sin]. The product before RoPE is never written to memory.
+    See `matmul` for other arguments and errors.
 
     Args:
       a: Codes, as for `matmul`.
@@ -137,15 +137,16 @@ def matmul_heads(
       a_scale: A scalar, or one scale per row of `a`.
       b_scale: A scalar, or one scale per row of `b`.
       cos: Cosines of the positions' angles, float32, h = d / 2: [s, h], or [b, s, h] if
-        sequences have other positions.
+        sequences have different positions.
       sin: Sines of the positions' angles, float32.
       num_kv_heads: The number of key heads, m.
       out_dtype: The dtype of the results, bfloat16 or float32.
       copies: The number of times that the results are written, each time to new arrays.
         In a loop that stacks saved residuals, the kernel can write one copy directly
         to its place in the stack.
-      implementation: The implementation; None means the kernel where it can run.
-      tuning: Tile sizes and other settings of the kernel; None means the measured ones.
+      implementation: The implementation; None means the kernel where it can run and is
+        faster.
+      tuning: Tile sizes and other settings of the kernel; None means the default.
 
     Returns:
       Queries [b, s, n, d], keys and values [b, s, m, d]; then their copies.
@@ -194,7 +195,7 @@ class _OfProduct(operations.Operation):
 
     Attributes:
       product: The static parameters of the kernel.
-      tuning: The settings that the caller named, or None.
+      tuning: The settings that the caller chose, or None.
     """
 
     product: Product
@@ -255,7 +256,7 @@ class _Matmul(_OfProduct):
 
     def axes(self, a, b, a_scale, b_scale, bias, accumulator) -> tuple:
         rows, in_blocks = tokens(a.ndim - 1), self.product.scaling == "blocks"
-        # A sum over devices has its amax only afterwards.
+        # The amax of a sum over devices is known only after the sum.
         depth = "_" if in_blocks or self.product.maxima else "k"
         depth = "_" if b.shape[2] > 1 else depth
         columns = "_" if in_blocks else "n"
@@ -300,7 +301,7 @@ class _MatmulHeads(_OfProduct):
 
     def kernel(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
         call = Operands.of(a, b, a_scale, b_scale)
-        # The kernel takes the remainder of a row and the number of the tables' rows.
+        # The kernel reads the tables at a row's index modulo the tables' length.
         tables = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
         out, _ = self._run(call, *tables)
         return tuple(x.reshape(*a.shape[:-1], -1, 2 * cos.shape[-1]) for x in out)

@@ -102,7 +102,7 @@ def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
 
 
 def settings(tuning: Tuning, tiles: int, sms: int) -> dict[str, Any]:
-    """Returns the launch settings of a matmul of at most `tiles` tiles, or pairs."""
+    """Returns the launch settings of at most `tiles` tiles, or pairs with clusters."""
     blocks = sms // (2 if tuning.cluster else 1)
     pair = dict(cluster=(2,), cluster_names=("pair",)) if tuning.cluster else {}
     return dict(
@@ -220,7 +220,7 @@ def compute_tiles(walk: Walk, tile: Tile, warpgroup: Array) -> None:
 
 
 def _along_k(x: Any, rows: Any, step: Array) -> Any:
-    """Returns the reference to some rows of an operand in a step along k."""
+    """Returns a ref to the part of an operand's `rows` in a step along k."""
     if len(x.shape) == 2:
         return x.at[rows, pl.ds(step * TILE_K, TILE_K)]
     parts, _, _, c = x.shape
@@ -240,8 +240,8 @@ def launch(
     """Runs the kernel on operands and scales as `Operands.readable` returns them.
 
     Returns:
-      The arrays of `run`, and the amax of parts of the result, float32
-      [k], rounded like the result; or None.
+      The arrays of `run`; and the amax of parts of the result, a float32 vector,
+      rounded like the result, or None.
     """
 
     @jax.custom_batching.sequential_vmap
@@ -261,7 +261,7 @@ def launch(
 
 
 def stored_maxima(product: Product, largest: Float[Array, "..."]) -> Float[Array, " k"]:
-    """Returns amaxes of sums as amaxes of the result, which is rounded."""
+    """Returns amaxes of the rounded result, from amaxes of float32 sums."""
     if product.out_dtype == jnp.bfloat16:
         largest = lax.reduce_precision(largest, 8, 7)
     return largest.reshape(-1)

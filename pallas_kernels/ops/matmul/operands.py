@@ -105,7 +105,7 @@ class Operands:
     ) -> Float[Array, "m n"]:
         """Computes `pallas_kernels.matmul` in jnp.
 
-        On GPUs it becomes a cuBLASLt call, except with per-block scales.
+        On GPUs XLA calls cuBLASLt for it, except with per-block scales.
         """
         a, b, a_scale, b_scale = self.merged
         wide, precision = jnp.float32, "highest" if promote else None
@@ -129,10 +129,11 @@ class Operands:
 
 
 def in_parts(a: Array, b: Array) -> Float[Array, "1 n groups c"]:
-    """Views b [n, ..., c] as one part with merged axes between: [1, n, groups, c].
+    """Reshapes b [n, ..., c] to one part [1, n, groups, c]; inner axes are merged.
 
     Raises:
-      ValueError: If `a` and `b` do not have as many elements along k.
+      ValueError: If the last axis of `a` is not as long as k, all axes of `b` but the
+        first together.
     """
     n, *contracted = b.shape or (0,)
     if not a.ndim or not contracted or a.shape[-1] != math.prod(contracted):

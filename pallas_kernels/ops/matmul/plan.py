@@ -28,19 +28,20 @@ class Tuning:
       tile_n: The number of columns of an output tile.
       stages: The number of steps along k in flight, of 128 elements each.
       warpgroups: The number of warpgroups that multiply.
-      together: Whether these are cooperative and share a tile's rows. Otherwise they
-        are ping-pong and take turns with tiles: one stores its tile while the other
-        multiplies.
+      together: Whether the warpgroups are cooperative and share a tile's rows.
+        Otherwise they are ping-pong and take turns with tiles: one warpgroup stores its
+        tile while the other multiplies.
       cluster: The axis along which a cluster of two thread blocks has neighbouring
-        tiles. It loads the shared operand once: b along "m", a along "n". None means
-        no clusters.
+        tiles. The cluster loads the operand that both share once: b along "m", a along
+        "n". None means no clusters.
       width: The number of neighbouring tiles along m that the tile scheduler visits
         before it moves on along n.
       parts: The number of parts of `tile_n` that are promoted one after another, which
         saves registers.
       chunks: The number of sums that are promoted in one iteration of the loop along k.
-      transposed: Whether the tiles are those of b @ a.T. Then `tile_m` and `tile_n`
-        count its rows and columns, and tiles are transposed when they are stored.
+      transposed: Whether the kernel computes tiles of b @ a.T. Then `tile_m` and
+        `tile_n` count rows and columns of b @ a.T, and tiles are transposed when they
+        are stored.
     """
 
     tile_m: int = 128

@@ -153,8 +153,8 @@ class Tile:
 
         piece, *rest = todo
         if piece.part == 0:
-            # Before the accumulator exists: with a branch between its zeros and the
-            # first wgmma, compilers let no other wgmma run beside this one.
+            # Waits before the accumulator exists: with a branch between its zeros and
+            # the first wgmma, compilers let no other wgmma run at the same time.
             for step in piece.steps:
                 stages.wait(visit, step)
 
@@ -184,8 +184,8 @@ class Tile:
     def _store(self, pieces, addends, place: Place, band) -> None:
         """Stores the subtiles of a finished tile of the result.
 
-        Before that it adds the array to add, and writes the amax of each row of the
-        tile, where the product has these options.
+        Before that it adds `addends`, and writes the amax of each row of the tile, if
+        the product has these options.
 
         Args:
           pieces: An iterator over (row, column, value) of the subtiles in the tile.
@@ -263,7 +263,7 @@ class Tile:
                 yield i, at, row[:, at : at + value.shape[1]]
 
     def _turn(self, column, both, angle):
-        """Applies RoPE to a part of both halves of a head, unless that is a value."""
+        """Applies RoPE to a part of both halves of a head; values stay as they are."""
 
         def turn(x, y, cos, sin):
             return x * cos - y * sin, y * cos + x * sin
@@ -393,7 +393,10 @@ def _load_tile(ref: Any) -> Array:
 
 
 def larger(largest: Array | None, value: Array, column: int) -> Array:
-    """Returns the larger magnitudes of a row's subtiles, of which the first is at 0."""
+    """Returns the largest magnitudes of a row's subtiles so far, elementwise.
+
+    The subtile at column 0 is the first.
+    """
     size = jnp.abs(value)
     return size if column == 0 else jnp.maximum(largest, size)
 

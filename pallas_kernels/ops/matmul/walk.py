@@ -15,11 +15,11 @@ from pallas_kernels.ops.matmul.plan import TILE_K, Tuning
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a tile.
+    """The rows of a and b from which a tile of the result is computed.
 
     Attributes:
-      rows: Its rows of a.
-      columns: Its rows of b.
+      rows: The tile's rows of a.
+      columns: The tile's rows of b, which are columns of the result.
     """
 
     rows: Any
@@ -31,9 +31,9 @@ class Visit:
     """A tile that a thread block computes.
 
     Attributes:
-      number: The number of tiles that the thread block computes before it.
-      place: Where the tile is.
-      steps: The number of its steps along k.
+      number: The number of tiles that the thread block computes before this tile.
+      place: The place of the tile.
+      steps: The number of the tile's steps along k.
     """
 
     number: Array
@@ -65,7 +65,7 @@ class Walk:
     def tiles(self, body: Callable) -> None:
         """Calls `body` with the `Visit` of each tile of this thread block.
 
-        The last tiles overlap with others. Shared elements are computed and written
+        The last tiles may overlap with others. Shared elements are computed and written
         twice, with the same values.
         """
 
@@ -101,8 +101,8 @@ class Walk:
     def step_at(self, position: Array, number: Array | int) -> tuple[Array, Array]:
         """Returns the tile and the step at a position among the steps of all tiles.
 
-        Tile `number` is the same one or at most as many steps before as there are
-        stages.
+        Tile `number` has this position, or a position that is at most as many steps
+        earlier as there are stages.
         """
         del number  # All tiles have the same number of steps.
         return lax.div(position, self.steps), lax.rem(position, self.steps)
@@ -127,10 +127,10 @@ def snake(index: Array, grid: tuple[int, int], width: int) -> list[Array]:
 
 
 class LastStripe(NamedTuple):
-    """The last stripe of tiles, if it has fewer rows than others.
+    """The last stripe of tiles, if it has fewer rows than the others.
 
     Attributes:
-      index: Its index among stripes.
+      index: The index of the stripe among all stripes.
       rows: The number of its rows.
       share: 1 / rows.
     """
@@ -143,9 +143,9 @@ class LastStripe(NamedTuple):
 def in_stripes(
     index: Array, columns: int, width: int, last: LastStripe | None
 ) -> list[Array]:
-    """Returns `snake` of a grid with a number of rows that only the device may know.
+    """Returns `snake` of a grid; its number of rows may be known on the device only.
 
-    `last` describes the last stripe if that has, or may have, fewer rows.
+    `last` describes the last stripe if it has, or may have, fewer rows.
     """
     stripe, within = (f(index, width * columns) for f in (lax.div, lax.rem))
     column, row = lax.div(within, width), lax.rem(within, width)
@@ -174,8 +174,8 @@ class Stages:
       free: Barriers that complete when no warpgroup reads a stage any longer.
       scales: The scales of a's rows and of b's blocks for each stage; None without
         per-block scales.
-      copies: Starts the copies of a step of the tile at a place into a stage; its last
-        argument is the barrier at which they arrive.
+      copies: A function of a step, a tile's `Place`, a stage and a barrier. It starts
+        the copies of the step into the stage, which arrive at the barrier.
     """
 
     walk: Walk
@@ -198,7 +198,7 @@ class Stages:
     def _load(self, position: Array, number: Array | int) -> None:
         """Starts the copies of a step, which is counted over all tiles.
 
-        Tile `number` is the same one or a little before; see `Walk.step_at`.
+        Tile `number` is the step's tile or an earlier one; see `Walk.step_at`.
         """
         number, step = self.walk.step_at(position, number)
         stage = lax.rem(position, self.walk.tuning.stages)

@@ -32,7 +32,7 @@ def norm(
     implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Normed:
-    """Normalizes the last axis in float32; can quantize its output and its input.
+    """Normalizes the last axis of `x` in float32; can quantize output and input.
 
     The output is `y = z * weight + bias` with means over the last axis in
     `z = x / sqrt(mean(x**2) + eps)`. "layer" first replaces x by `x - mean(x)`.
@@ -41,8 +41,8 @@ def norm(
       x: The input, bfloat16, or quantized in groups of 16: e4m3 codes [..., n] and
         bfloat16 scales [..., ceil(n / 16)].
       weight: The weight that multiplies the normalized input, bfloat16 or float32. It
-        is [n], or has first axes of `x`, and a row for the elements of each: a weight
-        [batch, n] has a row for each sequence of x [batch, length, n].
+        is [n], or has some of the first axes of `x`, too: a weight [batch, n] has a row
+        for each sequence of x [batch, length, n].
       bias: The bias that is added after the weight is applied, bfloat16 or float32, of
         the weight's shape if there is a weight.
       kind: The norm, "rms" for RMSNorm or "layer" for LayerNorm.
@@ -115,22 +115,23 @@ def norm_grad(
       x: The input of `norm`, bfloat16 or in groups of 16.
       dy: The gradient with respect to the norm's output, bfloat16.
       weight: The weight of `norm`; None if there was none.
-      bias: The bias of `norm`; None if there was none. Its numbers matter for `y_scale`
-        alone.
+      bias: The bias of `norm`; None if there was none. Its values matter only if there
+        is a `y_scale`.
       kind: The norm, "rms" or "layer".
       eps: The `eps` of `norm`.
       y_scale: The per-tensor scale with which the norm's output is returned again:
         transposed e4m3 codes of y / y_scale, [n, tokens], as the matmul of a weight
-        gradient reads them.
+        gradient reads them. None returns no output.
       add: A bfloat16 array that is added to dx before rounding: the gradient of the
         residual connection around the norm.
-      keep_maxima: Whether to return the amax of parts of dx as well, like `maxima`.
+      keep_maxima: Whether to also return `largest`, the amax of each part of dx; the
+        kernel chooses the parts.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Settings of the kernel's pipeline; None means the default.
 
     Raises:
-      ValueError: If `kind` is unknown, shapes do not go together, or the kernel was
-        named and cannot run.
+      ValueError: If `kind` is unknown, shapes do not match, or the kernel was named and
+        cannot run.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -159,7 +160,7 @@ class _Norm(operations.Operation):
 
     Attributes:
       function: The norm.
-      scale: "row" for per-token scales; None if the array `scale` says what to return.
+      scale: "row" for per-token scales; None if the operand `scale` is used.
       keep_groups: Whether to return the input in groups.
       tuning: Settings of the kernel, or None.
     """
@@ -294,7 +295,7 @@ def _axes_of_param(weight: Array | None, bias: Array | None) -> Axes:
 def _of_copies(
     implementation: operations.Implementation | None,
 ) -> operations.Implementation | None:
-    # A shape that the norm's kernel takes may be none that can be transposed in one.
+    # The kernel that transposes may not take every shape that the norm's kernel takes.
     return "reference" if implementation == "reference" else None
 
 
@@ -312,7 +313,7 @@ def _check(kind: str, scale=None, copies: Wanted = "row") -> None:
 def _check_shapes(
     x: Array | Scaled, weight: Array | None, bias: Array | None, of_rows: dict
 ) -> None:
-    """Raises ValueError if the shapes of arrays do not fit that of `x`.
+    """Raises ValueError if the shapes of arrays do not match `x`.
 
     Arrays in `of_rows` must have the shape of `x`.
     """

@@ -145,7 +145,7 @@ def backward(
         inverse = _inverse(norm, y_scale)
         sums = _Sums(norm, in_shared, scratch)
         weight = norm.loader(share.of_part(params.weight), tuning.params)
-        # Registers have no room for it.
+        # Registers have no room for the bias.
         bias = norm.loader(share.of_part(params.bias), longest=0)
 
         # Tiles of long rows would fill the registers, so they are read again from
@@ -266,7 +266,7 @@ def _present(values: NormGrads, refs: NormGrads) -> list[Any]:
 
 
 def _inverse(norm: Norm, scale: Any) -> Array | None:
-    """Returns 1 / scale, where `scale` is a ref to one number; None if it is None."""
+    """Returns 1 / scale, where `scale` is a ref to one number; None without a ref."""
     if scale is None:
         return None
     # Mosaic computes with reinterpreted bits of arrays, but not of scalars.

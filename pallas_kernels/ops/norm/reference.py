@@ -45,9 +45,9 @@ class NormGrads(NamedTuple):
 
     Attributes:
       dx: The gradient with respect to the norm's input, bfloat16 [..., n].
-      dweight: The gradient of the weight, float32 of its shape.
-      dbias: The gradient of the bias, float32 of its shape.
-      y: The recomputed output of the norm, float8_e4m3fn [n, tokens].
+      dweight: The gradient of the weight, float32 of the weight's shape.
+      dbias: The gradient of the bias, float32 of the bias's shape.
+      y: The transpose of the recomputed output of the norm, float8_e4m3fn [n, tokens].
       largest: The amax of parts of `dx`, float32 [parts].
     """
 
@@ -131,7 +131,10 @@ def standardized(
 
 
 def affine(x: Array, weight: Array | None, bias: Array | None) -> Array:
-    """Returns x * weight + bias; None is left out, and parts of x have a row each."""
+    """Returns x * weight + bias; a weight or bias of None is left out.
+
+    A weight or bias with leading axes has a row for each part of `x`.
+    """
 
     def on_rows(param):
         between = [1] * (x.ndim - param.ndim)

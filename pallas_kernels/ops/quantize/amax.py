@@ -22,19 +22,19 @@ from pallas_kernels.numerics import (
     tensor_scale,
 )
 
-_STRIPS = 8  # The most strips of a chunk, whose loads are all in flight at once.
+_STRIPS = 8  # The most strips of a chunk; all its loads are in flight at once.
 _CTAS = 8  # Thread blocks on each multiprocessor.
-_LOADS = 8  # The most strips of `scales` whose loads are in flight at once.
+_LOADS = 8  # The most loads of strips in flight at once, in `scales`.
 _LONGEST = 2**15  # The longest array that need not be reduced before the kernel.
-_PARTS = 2048  # The number of parts whose amaxes replace a longer array.
+_PARTS = 2048  # The number of amaxes of parts that replace a longer array.
 _SHAPE = (STRIP // GROUP, GROUP)  # The shape of a strip.
 
 
 @jax.jit
 def maxima(*arrays: Array) -> Float[Array, " k"]:
-    """Computes the amax of the part of all arrays that each thread block reads.
+    """Computes, for each thread block, the amax of the parts of all arrays it reads.
 
-    It reads arrays one chunk at a time.
+    A thread block reads arrays one chunk at a time.
     """
     groups = [x.size // GROUP for x in arrays]
     chunks = [min(_STRIPS, count // _SHAPE[0]) * _SHAPE[0] for count in groups]
@@ -88,7 +88,7 @@ def _strip(ref, start: Array) -> Array:
 
 
 def short(x: Float[Array, "..."]) -> Float[Array, " k"]:
-    """Returns an array of the same amax that a thread block can read, as one axis."""
+    """Returns an array with the same amax and one axis, short enough for `scales`."""
     x = x.reshape(-1)
     if x.size <= _LONGEST:
         return x
@@ -100,7 +100,7 @@ def short(x: Float[Array, "..."]) -> Float[Array, " k"]:
 def scales(
     arrays: list[tuple[Array, ...]], *, factors: tuple[float, ...], dtype: DTypeLike
 ) -> list[Float[Array, " 1"]]:
-    """Computes the scale of each bound of `tensor_scales`."""
+    """Computes the scale of each bound of `tensor_scales`, from its `short` arrays."""
 
     def kernel(refs, out):
         for j, (own, factor) in enumerate(zip(refs, factors, strict=True)):

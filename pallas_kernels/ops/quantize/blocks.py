@@ -1,7 +1,7 @@
 """Quantization with scales of blocks, of an array and its transpose at once.
 
-These are the operands of matmuls that contract the last axis (the array) or the first
-one (its transpose), with the scales of DeepSeek-V3 (arXiv 2412.19437, section 3.3).
+The results are operands of matmuls that contract the last axis (the array) or the first
+axis (its transpose), with scales as in DeepSeek-V3 (arXiv 2412.19437, section 3.3).
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def quantize_blocks(
     dtype: DTypeLike = jnp.float8_e4m3fn,
     implementation: operations.Implementation | None = None,
 ) -> Copies:
-    """Quantizes an array, its transpose or both, with scales of blocks.
+    """Quantizes an array, its transpose or both, with one scale per block.
 
     The scale of a block is `amax / code_max`, rounded to bfloat16. Codes are
     `x * (1 / scale)`, rounded to nearest even and saturated. Magnitudes below 1.2e-38
@@ -47,14 +47,14 @@ def quantize_blocks(
     Args:
       x: The array to quantize, bfloat16 or float32; both axes are multiples of 128.
       row: The blocks of `x`; None if its codes are not wanted.
-      transposed: The blocks of the transpose of `x`; None if it is not wanted.
+      transposed: The blocks of the transpose of `x`; None if its codes are not wanted.
       dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
       implementation: The implementation; None means the kernel where it can run.
 
     Returns:
       The codes and float32 scales of `x` and of its transpose. An array [r, c] has
       codes [r, c]; blocks "1x128" have scales [r, c / 128], and blocks "128x128" have
-      scales [r / 128, c / 128].
+      scales [r / 128, c / 128]. A copy that is not wanted is None.
 
     Raises:
       ValueError: If a dtype, a shape or the name of a block is not supported, no copy
@@ -110,7 +110,7 @@ class _QuantizeBlocks(operations.Operation):
         )
 
     def axes(self, x) -> tuple:
-        # Shardy wants the lengths of those axes alone that occur in merged axes only.
+        # Shardy takes only the lengths of axes that occur in merged axes alone.
         r, c = x.shape
         sizes = (("in_r", tiles.SIZE), ("in_c", tiles.SIZE))
         if self.row != "128x128" and self.transposed is None:

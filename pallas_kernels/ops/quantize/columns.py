@@ -41,7 +41,8 @@ def quantize_columns(
 
     Codes and scales equal the results of `quantize_rows` of the transposed matrices.
     XLA computes the scales, and the kernel the codes: in two passes the matrices are
-    read twice, and the codes are written once. With known scales they are read once.
+    read twice, and the codes are written once. With a given `scale` the matrices are
+    read once.
 
     Args:
       x: Matrices, bfloat16 or float32.
@@ -108,7 +109,7 @@ class _QuantizeColumns(operations.Operation):
         return Scaled(codes, scale)
 
     def _scale(self, x: Array) -> Float[Array, "count n"]:
-        # XLA transposes some matrices to find the amax of numbers that are made normal.
+        # XLA would transpose some matrices if `normal` were applied before the amax.
         largest = normal(magnitude(x.astype(jnp.float32), axis=1))
         return group_scale(largest, code_max(self.dtype))
 

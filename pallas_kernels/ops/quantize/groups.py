@@ -53,7 +53,8 @@ def quantize_groups(
       tuning: Tile sizes of the kernel; None means the default.
 
     Raises:
-      ValueError: If a dtype is not supported, or the kernel was named and cannot run.
+      ValueError: If a dtype or `group` is not supported, or the kernel was named and
+        cannot run.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -131,7 +132,8 @@ def quantize_rows(
       The codes [..., n] and the float32 scales [...].
 
     Raises:
-      ValueError: If a dtype is not supported, or the kernel was named and cannot run.
+      ValueError: If a dtype or shape is not supported, or the kernel was named and
+        cannot run.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -165,7 +167,7 @@ class _QuantizeRows(operations.Operation):
 
     def axes(self, x, scale, after) -> tuple:
         leading = tokens(x.ndim - 1)
-        # Known scales need no whole rows.
+        # Rows may be split over devices if their scales are given.
         row = Axes(f"{leading} {'_' if scale is None else 'n'}")
         of_scale = None if scale is None else Axes(leading)
         operands = row, of_scale, None if after is None else as_it_is(after)
@@ -187,7 +189,10 @@ class _QuantizeRows(operations.Operation):
 
 
 def _parts(n: int) -> int:
-    """Returns the least number of parts of a row that are short, in whole vectors."""
+    """Returns the least number of equal parts of a row with at most `_SHORT` elements.
+
+    The length of a part is a multiple of 128.
+    """
     vectors = n // LANES
     return next(i for i in range(1, n) if not vectors % i and n // i <= _SHORT)
 
@@ -208,14 +213,15 @@ def dequantize_groups(
       groups: The codes [..., n] and the scales of groups.
       dtype: The dtype of the numbers, bfloat16 or float32.
       group: The size of groups; the last one may be shorter. None takes groups of equal
-        size if the number of groups divides n, and else a power of two: 24 elements
-        with 2 scales are in groups of 12, but with `group=16` in groups of 16 and 8.
+        size if the number of groups divides n, and otherwise a power of two: 24
+        elements with 2 scales are in groups of 12, but with `group=16` in groups of 16
+        and 8.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Tile sizes of the kernel; None means the default.
 
     Raises:
       ValueError: If the dtype of codes or `dtype` is not supported, the number of
-        groups is not that of `group`, or the kernel was named and cannot run.
+        groups does not fit `group`, or the kernel was named and cannot run.
     """
     check_dtype("codes", groups.codes.dtype, CODES)
     check_dtype("numbers", dtype, WIDE)
@@ -302,7 +308,7 @@ def _rows_in_jnp(
 def _quantized(
     x: Float[Array, "... n"], dtype: DTypeLike, scale: Float[Array, "..."] | None = None
 ) -> tuple[Array, Array]:
-    """Quantizes with one scale per index of the leading axes, found if it is None.
+    """Quantizes with one scale per row of the last axis; None computes the scales.
 
     Returns the codes and the float32 scales.
     """
@@ -317,7 +323,7 @@ def numbers_in_jnp(
 ) -> Float[Array, "... n"]:
     """Computes `pallas_kernels.dequantize_groups` in jnp.
 
-    `group` is the size of groups, of which the last one may be short. By default it
+    `group` is the size of groups; the last group may be short. By default the size
     follows from the number of groups.
     """
     n, count = groups.codes.shape[-1], groups.scale.shape[-1]

@@ -1,4 +1,4 @@
-"""The kernel that quantizes with per-token scales, found or known, in one pass."""
+"""The kernel that quantizes with per-token scales, computed or given, in one pass."""
 
 import functools
 
@@ -24,8 +24,8 @@ def run(
 ) -> tuple[Float[Array, "tokens n"], Float[Array, " tokens"] | None]:
     """Returns the codes of x / scale and the per-token scales.
 
-    See `quantize_rows` for the scale. With `inverse` the codes are of x * inverse, and
-    there are no scales to return. `after` is not read.
+    See `quantize_rows` for the scales. With `inverse`, the reciprocals of given scales,
+    the function returns the codes of x * inverse and None. `after` is not read.
     """
     tokens, n = x.shape
     tiles = Row(n=n)

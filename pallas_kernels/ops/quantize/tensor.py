@@ -1,7 +1,7 @@
 """Quantization with a per-tensor scale: the amax, the scale, and the codes.
 
-The scale of many tensors from the amax of their parts is the last step of COAT's group
-scaling (arXiv 2410.19313, section 5.2).
+`tensor_scales`, which computes the scales of several tensors from the amaxes of their
+parts, is the last step of COAT's group scaling (arXiv 2410.19313, section 5.2).
 """
 
 import dataclasses
@@ -77,7 +77,8 @@ def quantize_tensor(
       tuning: Tile sizes of the kernel; None means the default.
 
     Raises:
-      ValueError: If a dtype is not supported, or the kernel was named and cannot run.
+      ValueError: If `scale` is not a scalar, a dtype or `copies` is not supported, or
+        the kernel was named and cannot run.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -264,11 +265,11 @@ class _Maxima(operations.Operation):
 
 
 class Bound(NamedTuple):
-    """An upper bound of a tensor's amax: `factor` times the amax of every array.
+    """An upper bound of a tensor's amax: the product of `factor` and arrays' amaxes.
 
     Attributes:
-      maxima: The float32 arrays whose amaxes are multiplied.
-      factor: A number that is multiplied with them.
+      maxima: The float32 arrays; the amax of each is a factor of the product.
+      factor: A number, which is a further factor.
     """
 
     maxima: tuple[Float[Array, "..."], ...]
@@ -397,5 +398,5 @@ def in_tokens(x: Array) -> Array:
 
 
 def as_stored(x: Array) -> tuple[Array]:
-    """Returns an operand of `elementwise.run` as it is."""
+    """Returns a strip of an operand of `elementwise.run`, unchanged."""
     return (x,)

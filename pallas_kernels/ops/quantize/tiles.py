@@ -2,8 +2,8 @@
 
 A thread block has one warpgroup and one tile, which the copy engine (TMA) brings into
 shared memory. A lane then has a row of the tile. For scales of the transpose's rows,
-which are columns of the tile, it is loaded a second time, in the layout of the tensor
-cores: there the maximum over rows takes few exchanges between lanes.
+which are columns of the tile, the tile is loaded a second time, in the layout of the
+tensor cores: there the maximum over rows takes few exchanges between lanes.
 """
 
 import functools
@@ -23,7 +23,7 @@ from pallas_kernels.mosaic.codec import scale_of_bits, strip_layout, total_max
 from pallas_kernels.mosaic.elementwise import strips_of
 from pallas_kernels.numerics import GROUP, Scaled, magnitude_bits, normal, reciprocal
 
-SIZE = 128  # Rows and columns of a tile: of a block of scales.
+SIZE = 128  # Rows and columns of a tile, and of a block "128x128".
 _STRIP = SIZE, GROUP
 _PART = 64  # Columns of a part of a tile that is in registers at a time.
 _SWIZZLED = 128  # Bytes of a row of shared memory that are swizzled together.
@@ -33,10 +33,10 @@ _SWIZZLED = 128  # Bytes of a row of shared memory that are swizzled together.
 def run(
     x: Float[Array, "r c"], *, row: str | None, transposed: str | None, dtype: DTypeLike
 ) -> tuple[Scaled | None, Scaled | None]:
-    """Quantizes on the GPU what `quantize_blocks` asks for, and returns its results."""
+    """Computes the results of `quantize_blocks` with the kernel."""
     r, c = x.shape
     shapes = (row, (r, c)), (transposed, (c, r))
-    # Scales lie in memory with the tiles along the contracted axis first.
+    # In memory, the first axis of scales is the contracted axis.
     outputs = [
         None
         if block is None
@@ -56,7 +56,7 @@ def run(
         plgpu.barrier_wait(barrier)
         if transposed == "1x128":
             _scale_columns(tile, out[1].scale.at[place[0], columns], inverses, dtype)
-        # The tile is loaded again to be encoded, so that it needs no registers now.
+        # The tile is loaded again when it is encoded, so it is not kept in registers.
         bits = (magnitude_bits(strip) for _, strip in _strips(tile))
         largest = functools.reduce(jnp.maximum, bits)
         whole = of_row = of_column = None
@@ -138,7 +138,7 @@ def _scale_columns(tile: Any, scales: Any, inverses: Any, dtype: DTypeLike) -> N
 def _strips(tile: Any) -> Iterator[tuple[Any, Array]]:
     """Yields the columns of each strip of a tile, and the strip in float32.
 
-    Few of them are in registers at a time.
+    Few strips are in registers at a time.
     """
     for start in range(0, SIZE, _PART):
         part = strips_of(tile.at[:, pl.ds(start, _PART)])

@@ -42,7 +42,7 @@ def join_heads(
 ) -> Codes:
     """Computes the gradient of the QKV projection's output, as per-tensor codes.
 
-    It is the gradient of the columns that `matmul_heads` splits into heads. RoPE of
+    This is the gradient of the columns that `matmul_heads` splits into heads. RoPE of
     queries and keys is undone in float32: the halves [a, b] of a head become
     [a cos + b sin, b cos - a sin]. For every key head the result has its queries, then
     its key, then its value. The codes stand for x / scale.
@@ -52,9 +52,9 @@ def join_heads(
       k: Gradients of keys, bfloat16; m divides n.
       v: Gradients of values, bfloat16.
       cos: Cosines of the positions' angles, float32, h = d / 2: [s, h], or [b, s, h] if
-        sequences have other positions.
+        sequences have different positions.
       sin: Sines of the positions' angles, float32.
-      scale: The per-tensor scale, a float32 scalar, like that of `quantize_tensor`.
+      scale: The per-tensor scale, a float32 scalar, as for `quantize_tensor`.
       dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
       keep_maxima: Whether to return the amax of parts of the unquantized result as
         well, like `quantize_tensor`.
@@ -64,7 +64,8 @@ def join_heads(
       Codes [b, s, (n + 2 m) d] and their transpose [(n + 2 m) d, b s].
 
     Raises:
-      ValueError: If the shapes do not match, or the kernel was named and cannot run.
+      ValueError: If the shapes do not match, `dtype` is not supported, or the kernel
+        was named and cannot run.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -146,14 +147,14 @@ def angles(
 ) -> tuple[Float[Array, "*b seq half"], Float[Array, "*b seq half"]]:
     """Returns cosines and sines of RoPE's angles, for heads of size `dim`.
 
-    The angle of position p and pair i is `p * theta ** (-2 * i / dim)`. The positions
-    are the `length` ones from `start` on, or from each of several starts.
+    The angle of position p and pair i is `p * theta ** (-2 * i / dim)`. There are
+    `length` positions from `start` on, or from each of several starts.
     """
     return angles_of(frequencies(dim, theta), length, start)
 
 
 def frequencies(dim: int, theta: float) -> Float[Array, " half"]:
-    """Returns the angle by which RoPE turns each pair of a head at each position."""
+    """Returns the angle by which RoPE turns each pair of a head per position."""
     return theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
 
 
