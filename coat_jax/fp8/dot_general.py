@@ -1,7 +1,7 @@
 """`jax.lax.dot_general` in FP8, for the layers of other libraries.
 
-Operands have per-tensor scales, as in `matmul.linear`. Each matmul is one operation of
-a program, `fp8_dot_p`, by which `fp8_remat` knows it.
+Operands have per-tensor scales, as in `matmul.linear`. Each matmul is one equation of a
+jaxpr, with the primitive `fp8_dot_p`, by which `fp8_remat` recognizes it.
 """
 
 import math
@@ -23,8 +23,8 @@ from coat_jax.fp8.primitive import Types, bind, new_primitive
 from coat_jax.meshes import on_explicit_mesh
 from pallas_kernels.dispatch import array_types, operations
 
-# Matmuls of fewer rows take as long as reading their weights. To quantize these as well
-# takes longer.
+# The time of a matmul with fewer rows is the time to read its weights. FP8 would take
+# longer, because the weights must be quantized as well.
 FEWEST_ROWS = 16
 
 
@@ -42,12 +42,12 @@ def fp8_dot_general(
     Pass it as `dot_general=` to `nn.Dense` or `nnx.Linear`. It takes any dimension
     numbers. With batch dimensions every batch entry has its own scale. `lhs` is saved
     in FP8, and `rhs`, the weights, by reference. Within `fp8_remat` several matmuls of
-    one `lhs` are merged, tokens have a scale each, and `fp8_remat` decides whether
+    one `lhs` are merged, each token has its own scale, and `fp8_remat` decides whether
     `lhs` is saved or recomputed.
 
     If `lhs` has fewer than 16 rows, as the condition of a diffusion model may have,
-    `jax.lax` computes the matmul: FP8 would take longer and save nothing. Rows over
-    which `vmap` maps count.
+    `jax.lax` computes the matmul: FP8 would take longer and save nothing. `vmap` over
+    `lhs` alone multiplies the number of rows.
 
     Args:
       lhs: The activations.
@@ -80,7 +80,7 @@ def fp8_dot_general(
         partial(lax.dot_general, lhs, rhs, dimension_numbers, out_sharding=out_sharding)
     )
     if jax.typeof(lhs).sharding.mesh.explicit_axes:
-        # XLA shards the codes and scales; types say how arguments and results lie.
+        # XLA shards codes and scales; arguments and results have explicit shardings.
         fn = partial(
             fp8_dot_general,
             dimension_numbers=dimension_numbers,
@@ -110,7 +110,7 @@ def fp8_dot_general(
 
 
 def is_fp8(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a matmul that is computed in FP8."""
+    """Returns whether an equation is a matmul that is computed in FP8."""
     return eqn.primitive is fp8_dot_p and _has_enough_rows(eqn.invars[0].aval)
 
 
@@ -122,7 +122,7 @@ def _has_enough_rows(x: Array | jax.core.ShapedArray) -> bool:
 def _jitted(dtype: jnp.dtype) -> Callable:
     """Returns a jitted function of x [*batch, m, k] and w [*batch, k, n].
 
-    It returns x @ w in `dtype`, in a list.
+    The function returns a list with one array, x @ w in `dtype`.
     """
 
     def fp8_dot(x, w):
@@ -145,12 +145,17 @@ def _in_jax(x: Array, w: Array, *, dtype: jnp.dtype) -> Array:
 def _type_of_result(
     x: jax.core.ShapedArray, w: jax.core.ShapedArray, *, dtype: jnp.dtype
 ) -> Types:
-    # Types have more than shapes and dtypes, such as the devices over which they vary.
+    # An array's type has more than a shape and a dtype: also the mesh axes over which
+    # the array varies.
     return jax.make_jaxpr(partial(_in_jax, dtype=dtype))(x, w).out_avals
 
 
 def bound(x: Array, w: Array, dtype: jnp.dtype) -> list[Array]:
-    """Adds the matmul of x [*batch, m, k] and w [*batch, k, n] to a program."""
+    """Computes x [*batch, m, k] @ w [*batch, k, n] as one equation of a jaxpr.
+
+    Returns:
+      The product in `dtype`, in a list.
+    """
     return bind(fp8_dot_p, _jitted(dtype), x, w, dtype=dtype)
 
 
@@ -166,7 +171,7 @@ def _mapped(
         return [y.reshape(*batch, count, m, y.shape[-1])], [len(batch)]
     if of_x is None:
         return jax.vmap(_jitted(dtype), in_axes=(None, of_w))(x, w), [0]
-    # Every entry has its own scales, also along batch axes.
+    # Each batch entry has its own scales, so the mapped axis is one more batch axis.
     x, w = jnp.moveaxis(x, of_x, 0), jnp.moveaxis(w, of_w, 0)
     return bound(x, w, dtype), [0]
 

@@ -1,15 +1,16 @@
-"""Matmuls with a weight that is not trained, kept in FP8 or as it is.
+"""Matmuls with a frozen weight, which is stored in FP8 or in its own dtype.
 
-A frozen weight in FP8 takes a byte a number: E4M3 codes with one scale, a power of two.
-A scale for each output feature would hardly be more exact, because the codes are
-floating-point numbers, and it could not leave the sum of the activations' gradient,
+A frozen weight in FP8 takes one byte per element: E4M3 codes with one scale, a power of
+two. A scale for each output feature would hardly be more exact, because the codes are
+floating-point numbers. It also could not be factored out of the sum over output
+features in the gradient of the activations,
 
     dx = dy @ (scale * codes).
 
-Forward reads the codes as they are. The tensor cores need the contracted axis of FP8
-operands last, so backward transposes them. It does so in a kernel: a transposed operand
-of XLA's would set the layout of the array of all layers, of which XLA would then keep a
-transposed copy.
+The forward pass reads the codes as they are. Tensor cores need the contracted axis of
+FP8 operands last, so the backward pass transposes the codes. A kernel does this,
+because XLA would extend the layout of a transpose of its own to the stacked weights of
+all layers, and would keep a transposed copy of the stack.
 """
 
 import jax
@@ -30,7 +31,7 @@ def freeze(weight: Float[Array, "... k"]) -> Codes:
       weight: The weight [..., k], of any floating dtype.
 
     Returns:
-      The codes [..., k] and the scale. The weight is their product.
+      The codes [..., k] and the scale. Their product approximates the weight.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -56,9 +57,10 @@ def frozen_linear(
 ) -> Float[Array, "..."]:
     """Computes `x @ w.T` with a frozen weight, in the dtype of `x`.
 
-    Nothing is saved but the weight, by reference. With codes forward has E4M3
-    activations with a scale for each token, as the recipe "coat" has, and backward has
-    an E5M2 gradient with one scale. A weight without codes is cast to the dtype of `x`.
+    Only the weight is saved for the backward pass, by reference. If it is in FP8, the
+    forward pass quantizes the activations to E4M3 with a scale for each token, as in
+    the recipe "coat", and the backward pass quantizes the output gradient to E5M2 with
+    one scale. A weight that is not in FP8 is cast to the dtype of `x`.
 
     Args:
       x: Activations [..., k], bfloat16 or float32.
@@ -82,7 +84,7 @@ def frozen_linear(
     return matmul.in_rows(_frozen_matmul, x, weight.row, weight.scale)
 
 
-# This rule takes the place of `lax.stop_gradient`, which returns a new array: a loop
+# This rule is used instead of `lax.stop_gradient`, which returns a new array: a loop
 # over layers would save a copy of each layer's weight.
 @jax.custom_jvp
 def _plain_matmul(x, w):

@@ -1,8 +1,9 @@
-"""FP8 matmuls fused with what surrounds them, as `fp8_remat` finds it in programs.
+"""FP8 matmuls fused with operations before and after them, for `fp8_remat`.
 
 A matmul has a prologue, which computes its activations (a norm, an activation, a gate),
-and an epilogue (a bias, an array that is added). Kernels compute both. Matmuls of one
-array are one function, which quantizes the array once, with a scale for each token.
+and an epilogue (a bias, an array that is added). Kernels compute both. All matmuls that
+read the same array are computed by one function, which quantizes the array once, with a
+scale for each token.
 """
 
 import math
@@ -46,17 +47,18 @@ STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
 def products(source, weights, other, *, norm, dtype, passes):
     """Multiplies activations [*batch, m, k] by each of the weights [*batch, k, n].
 
-    Weights are `Stored`, here and in the other functions.
+    Weights are `Stored`, here and in the other functions of this module.
 
     Args:
-      source: The activations, a `Source`, or what the norm reads to compute them.
+      source: The activations, a `Source`, or the operands of the norm that computes
+        them. Leading axes are merged into m if the weights have no batch axes.
       weights: Pairs of a weight and its bias [n]; the bias may be None.
       other: An array to add to the result, if there is one weight; or None. It has as
         many elements as the result, in the same order.
       norm: The `Prologue` that computes the activations from `source`; None if `source`
-        has them. Its leading axes are merged into m.
+        has them.
       dtype: The dtype of the results.
-      passes: Whether to return the input of the norm, too, for other readers.
+      passes: Whether to return the input of the norm as well, for other readers.
 
     Returns:
       A product for each weight, and with `passes` the norm's input as the last result.
@@ -70,16 +72,16 @@ def products(source, weights, other, *, norm, dtype, passes):
 
 
 def _batched(product: Callable, x: Array) -> Callable:
-    """Maps a matmul over all axes of x but the last two."""
+    """Maps a matmul with `vmap` over all axes of x but the last two."""
     for _ in range(x.ndim - 2):
         product = jax.vmap(product)
     return product
 
 
 def _as_rows(x, weight):
-    """Reshapes x to rows [m, n], as a matmul by a weight [k, n] returns; None stays.
+    """Reshapes x to [m, n], the shape of a product with a weight [k, n].
 
-    `weight` is the pair of weight and bias.
+    `weight` is a pair of a weight and its bias. If x is None, it returns None.
     """
     return None if x is None else x.reshape(-1, weight[0].shape[-1])
 
@@ -88,15 +90,15 @@ def _as_rows(x, weight):
 def _products(source, weights, other, norm, dtype, passes):
     """Multiplies x [m, k] by each of the weights [k, n], within `fp8_remat`.
 
-    Each weight comes with a bias [n] or None, which the kernel adds. Here x is the
-    source's array or, unless `norm` is None, its norm. A token's codes have a scale of
-    their own in forward, where one pass over the array writes them. Backward reads the
-    array, which `fp8_remat` saves in FP8 or recomputes, or the copy that the norm's
-    kernel writes, in groups of 16.
+    Each weight comes with a bias [n], which the kernel adds, or None. If `norm` is
+    None, x is the source's array, otherwise it is the norm of this array. The forward
+    pass quantizes x in one pass, with a scale for each token. The backward pass reads
+    the source's array, which `fp8_remat` saves in FP8 or recomputes, or the FP8 copy of
+    the norm's input that the norm's kernel writes, in groups of 16.
 
-    The kernel of the only matmul adds `other` [m, n], unless it is None. With `passes`
-    the last result is the norm's input. The kernel of the norm's gradient adds the
-    gradient of this result.
+    If `other` [m, n] is not None, there is one matmul, and its kernel adds `other`.
+    With `passes` the last result is the norm's input. The kernel of the norm's gradient
+    adds the gradient of this result.
     """
     return _products_fwd(source, weights, other, norm, dtype, passes)[0]
 
@@ -128,7 +130,7 @@ def _bias_gradient(like, dy):
 
 
 def _marked(x):
-    """Returns () for an array and None for None: residuals record if there was one."""
+    """Returns () for an array and None for None, to record in residuals which it is."""
     return None if x is None else ()
 
 
@@ -139,7 +141,7 @@ def _if_marked(mark, x):
 def _forward(rows, weights, dtype, add=None):
     """Multiplies codes by each of the weights.
 
-    Each weight comes with a bias or None. `add` is an array that is added to each
+    Each weight comes with its bias or None. `add` is an array that is added to each
     result, or None.
 
     Returns:
@@ -155,13 +157,14 @@ def _forward(rows, weights, dtype, add=None):
 
 
 def _backward(residuals, gradients, norm, add=None):
-    """Returns the gradients of a source and of the weights, from results' gradients.
+    """Computes the gradients of the source and the weights from the results' gradients.
 
-    `add` is another gradient of the norm's input, or None.
+    `add` is a further gradient of the norm's input, which is added, or None.
     """
     saved, weights, (scale, *w_scales) = residuals
     dtype = saved[1].dtype if norm is None else jnp.bfloat16
-    # `after` delays codes until they are read, which are in memory until then.
+    # `after` delays the computation of codes until just before they are read, so that
+    # they are in memory for a shorter time.
     dx, last = None, gradients[-1].transposed
     for dy, w, w_scale in zip(gradients, weights, w_scales, strict=True):
         wq = w.for_inputs(w_scale, after=last)
@@ -183,7 +186,7 @@ _products.defvjp(_products_fwd, _products_bwd)
 
 
 def gated_products(source, first, down, *, norm, activation, inner, dtype, adds):
-    """Computes `_gated_products` of a source with any leading axes, in a list."""
+    """Calls `_gated_products` on a source with any leading axes; returns a list."""
     options = norm, activation, inner, dtype, adds
     operands = array_types.varying_alike((in_rows(source), first, down))
     return [_gated_products(*operands, *options)]
@@ -194,12 +197,12 @@ def _gated_products(source, first, down, norm, activation, inner, dtype, adds):
     """Multiplies activation(x @ gate) * (x @ up) by `down`, within `fp8_remat`.
 
     x is [m, k], as in `_products`. `first` has the weights gate and up [k, f], or one
-    weight [k, 2 f] that holds both, gate first; its copies of results are in FP8. The
-    results of the first matmuls have the dtype `inner`. One kernel reads both: it
-    writes the codes that the last matmul reads, and the copies of both, in groups of
-    16, that backward reads. `down` is a weight [f, n] with a bias [n] or None. With
-    `adds` the last matmul adds the norm's input, and the norm's gradient adds the
-    gradient of the result.
+    weight [k, 2 f] that holds both, gate first; one weight needs an `activation` that
+    saves FP8 copies. The results of the first matmuls have the dtype `inner`. One
+    kernel reads them. It writes the codes that the last matmul reads, and the FP8
+    copies, in groups of 16, that the backward pass reads. `down` is a pair of a weight
+    [f, n] and its bias [n] or None. With `adds` the last matmul adds the norm's input,
+    and the kernel of the norm's gradient adds the gradient of the result.
     """
     return _gated_fwd(source, first, down, norm, activation, inner, dtype, adds)[0]
 
@@ -223,31 +226,32 @@ def quantized_gate(operands, activation):
     """Computes a gate and quantizes its output, with a scale for each token.
 
     Args:
-      operands: Gate and up, as `pallas_kernels.gated` takes them.
+      operands: Gate and up, or the gate alone, as `pallas_kernels.gated` takes them.
       activation: The `Prologue` of the gate.
 
     Returns:
-      The codes and scales [tokens, f]; and what backward reads: FP8 copies of gate and
-      up in groups of 16, or `operands`, as the prologue says.
+      The codes [tokens, f] and scales [tokens] of the output; and the arrays that the
+      backward pass reads: FP8 copies of the operands in groups of 16 with their largest
+      scales, or the operands, depending on `activation.saves`.
     """
     copies = activation.saves == "copies"
     with Note(f"{E4M3}, groups of {GROUP}", _GATE).scope():
         out = kernels.gated(
             operands, activation=activation.function, scale="row", keep_groups=copies
         )
-    # An outer `fp8_remat` saves integers exactly.
+    # Scales are saved as integers, which an outer `fp8_remat` saves exactly.
     with Note(f"scales of groups of {GROUP}", _GATE).scope():
         saved = operands
         if copies:
             saved = jax.tree.map(scales_as_bits, (out.groups, out.largest_scale))
-    # The backward pass needs the inputs, and computes the gate again.
+    # The backward pass reads the inputs, and computes the gate again.
     return Scaled(activation.constrained(out.values), out.scale), activation.named(
         saved
     )
 
 
 def _through(dy, w, w_scale, **options):
-    """Takes the gradient `dy` [m, n] of `x @ w` back to x [m, k].
+    """Computes the gradient of x [m, k] from the gradient `dy` [m, n] of `x @ w`.
 
     Returns:
       The FP8 codes of `dy`, and the gradient of x, as `matmul_codes` returns it with
@@ -272,7 +276,7 @@ def _gated_bwd(norm, activation, inner, dtype, adds, residuals, dy):
         gradients, a = gate_gradient(
             groups, largest_scale, da, da_maxima, activation.function, a_scale
         )
-        # Codes are a tuple, too.
+        # A single gradient is a `Codes`, which is a tuple like a pair of gradients.
         gradients = [gradients] if isinstance(gradients, Codes) else gradients
     else:
         wide, a = _gate_gradient_of_arrays(saved, da, activation, a_scale)
@@ -287,7 +291,7 @@ def _gated_bwd(norm, activation, inner, dtype, adds, residuals, dy):
 def _gate_gradient_of_arrays(operands, da, activation, a_scale):
     """Returns the gradients of a gate's operands, and transposed codes of its output.
 
-    XLA computes both, from the arrays that were saved or restored.
+    XLA computes both from the operands, which were saved or recomputed.
     """
     fn = ACTIVATIONS[activation.function]
 
@@ -304,7 +308,7 @@ _gated_products.defvjp(_gated_fwd, _gated_bwd)
 
 
 def activated_product(x, w, other, *, activation, dtype):
-    """Computes `_activated_product` of arrays with any leading axes, in a list."""
+    """Calls `_activated_product` on arrays of any leading axes; returns a list."""
     operands = x.reshape(-1, w[0].shape[0]), w, _as_rows(other, w)
     operands = array_types.varying_alike(operands)
     return [_activated_product(*operands, activation, dtype)]
@@ -314,9 +318,9 @@ def activated_product(x, w, other, *, activation, dtype):
 def _activated_product(x, w, other, activation, dtype):
     """Multiplies activation(x) [m, f] by w [f, n], within `fp8_remat`.
 
-    `w` is a weight with a bias [n] or None. One kernel writes the codes that the matmul
-    reads, and the copy of x, in groups of 16, that backward reads. The matmul's kernel
-    adds `other` [m, n], unless it is None.
+    `w` is a pair of a weight and its bias [n] or None. One kernel writes the codes that
+    the matmul reads, and the FP8 copy of x, in groups of 16, that the backward pass
+    reads. The matmul's kernel adds `other` [m, n] if it is not None.
     """
     return _activated_fwd(x, w, other, activation, dtype)[0]
 
@@ -366,16 +370,16 @@ def gate_gradient(
     a_scale: Float[Array, ""],
     history: Array | None = None,
 ) -> tuple[Any, Float[Array, "f tokens"]]:
-    """Computes the gradient of gate and up, and the gate's output a again.
+    """Computes the gradients of gate and up, and recomputes the gate's output a.
 
-    Just-in-time scaling uses an upper bound of the amax:
+    Without a `history` the scale follows from an upper bound of the amax:
     `amax(da) * amax(gate_up) * max|activation'|`. The exact amax would need another
     pass. E5M2 keeps its precision over 30 binades, so a loose bound costs nothing.
 
     Returns:
-      The gradient [..., 2 f] as per-tensor E5M2 codes and their transpose, or one such
-      gradient [..., f] for each of a pair; and the transposed E4M3 codes of a with
-      `a_scale`.
+      The gradient [..., 2 f] as E5M2 codes with one scale and their transpose, or if
+      `gate_up` is a pair, one such gradient [..., f] for each of the two; and the
+      transposed E4M3 codes of a with `a_scale`.
     """
     if history is not None:
         scale = delayed_scale(history, E5M2)
@@ -395,8 +399,8 @@ def gate_gradient(
 
     def codes(values):
         rows = values.reshape(*da.shape[:-1], -1)
-        # A separate kernel transposes the codes. `da` is freed by now, so that backward
-        # needs no more memory at a time than BF16.
+        # A separate kernel transposes the codes. `da` is freed by now, so that the
+        # backward pass needs no more memory at its peak than in BF16.
         both_codes = Codes(rows, kernels.transpose(rows), scale, out.largest)
         return both_codes if history is None else checked(both_codes)
 

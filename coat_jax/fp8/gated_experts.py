@@ -1,9 +1,9 @@
 """Gated MLPs of experts in FP8: two grouped matmuls with a gate between them.
 
-`fp8_ragged_dot` cannot know that a gate computes the rows that it reads, and that rows
-are copies of tokens. Here tokens are quantized before they are copied, one kernel
-computes the gate, writes the codes that the second matmul reads and what backward
-reads, and another one computes all gradients of the gate.
+Two calls of `fp8_ragged_dot` would quantize each copy of a token, and the gate would be
+another pass over the rows. Here tokens are quantized before they are copied. One kernel
+computes the gate, and writes the codes that the second matmul and the backward pass
+read. Another kernel computes all gradients of the gate.
 """
 
 from collections.abc import Sequence
@@ -44,11 +44,12 @@ from pallas_kernels.ops.grouped_matmul.tiles import BLOCK
 
 
 class ExpertRows(NamedTuple):
-    """Rows that are sorted by expert, or the tokens that they are copies of.
+    """Rows that are sorted by expert, or tokens of which the rows are copies.
 
     Attributes:
       x: The rows [m, k], or the tokens [t, k].
-      order: A permutation if they are tokens: row i is of token order[i] // (m // t).
+      order: None if `x` holds rows. If `x` holds tokens, a permutation: row i is a copy
+        of token order[i] // (m // t).
     """
 
     x: Float[Array, "_ k"]
@@ -61,21 +62,21 @@ class ExpertRows(NamedTuple):
 
     @property
     def _padded_index(self) -> Int[Array, " padded"]:
-        """The token of each row, and of 128 rows after them, which have none."""
+        """The index of each row's token, then t for each of 128 rows of padding."""
         tokens = len(self.x)
         index = wide_order(self.order) // (self.count // tokens)
         return jnp.pad(index, (0, BLOCK), constant_values=tokens)
 
     @property
     def _places(self) -> Int[Array, "t k"]:
-        """The rows of each token."""
+        """The indices of the rows that are copies of each token."""
         places = inverted(self.order).reshape(len(self.x), -1)
         return places.astype(jnp.int32)
 
     def padded[Rows](self, arrays: Rows) -> Rows:
-        """Returns the rows of arrays like `x`, and 128 rows of padding at the end.
+        """Returns the rows of arrays like `x`, with 128 rows of padding at the end.
 
-        Padding has zeros or, of codes of tokens, undefined rows.
+        Padding is zeros, except for codes of tokens, which have undefined padding.
         """
         if self.order is None:
             return jax.tree.map(_padded, arrays)
@@ -87,14 +88,17 @@ class ExpertRows(NamedTuple):
         return kernels.copy_rows(x, self._places, rows=self.count + BLOCK)
 
     def transposed(self, group_sizes: Int[Array, " g"]) -> Float[Array, "k columns"]:
-        """Returns the transposes of padded rows by groups, if `x` are codes."""
+        """Returns the padded rows transposed group by group; `x` must be codes."""
         if self.order is None:
             return kernels.grouped_transpose(_padded(self.x), group_sizes)
         index = self._padded_index.astype(jnp.int32)
         return kernels.grouped_transpose(self.x, group_sizes, index=index)
 
     def gradient(self, rows: Float[Array, "padded k"]) -> Float[Array, "_ k"]:
-        """Returns the gradient of `x`: of rows, or the sums of the rows of tokens."""
+        """Computes the gradient of `x` from the gradients of the padded rows.
+
+        If `x` holds tokens, it sums the gradients of each token's rows.
+        """
         if self.order is None:
             return rows[: self.count]
         return total(rows, self._places, dtype=rows.dtype)
@@ -105,7 +109,8 @@ class Combine(NamedTuple):
 
     Attributes:
       weights: A weight for each of the k rows of the t tokens, float32 or bfloat16.
-      places: The place of each of these rows among the rows, a permutation.
+      places: A permutation: the index, among the sorted rows, of the row that each
+        weight belongs to. Weights are in row-major order.
     """
 
     weights: Float[Array, "t k"]
@@ -113,13 +118,14 @@ class Combine(NamedTuple):
 
     @property
     def by_token(self) -> Int[Array, "t k"]:
-        """The places of the rows of each token."""
+        """The indices of each token's rows among the sorted rows."""
         return wide_order(self.places).reshape(self.weights.shape)
 
     def weights_of_rows(self, group_sizes: Int[Array, " g"]) -> Float[Array, " m"]:
         """Returns the weight of each row, 0 for rows of no group.
 
-        Their weights may be NaN, and the scales of tensors are maxima over all rows.
+        Rows of no group may have the weight NaN, which must not enter per-tensor
+        scales: these follow from maxima over all rows.
         """
         weights = self.weights.astype(jnp.float32).reshape(-1)
         weights = weights[inverted(self.places)]
@@ -128,7 +134,7 @@ class Combine(NamedTuple):
     def gradient(
         self, of_rows: Float[Array, " padded"], group_sizes: Int[Array, " g"]
     ) -> Float[Array, "t k"]:
-        """Returns the gradient of the weights from gradients of rows' weights."""
+        """Returns the gradient of `weights` from the gradient of each row's weight."""
         of_rows = of_rows[: len(self.places)]
         of_rows = jnp.where(has_group(of_rows, group_sizes), of_rows, 0)
         return of_rows[self.by_token].astype(self.weights.dtype)
@@ -146,28 +152,29 @@ def gated_experts(
     outer: DTypeLike,
     dtype: DTypeLike,
 ) -> list[Array]:
-    """Computes `ragged_dot(activation(gate) * up, down)` of `ragged_dot(x, gate_up)`.
+    """Computes `ragged_dot(activation(gate) * up, down)`, the gated MLPs of experts.
 
-    It is `fp8_ragged_dot` otherwise: rows after the last group give zeros, and have
-    zero gradients.
+    Gate and up are the two halves of `ragged_dot(x, gate_up)`. Rows after the last
+    group give zeros, and have zero gradients, as in `fp8_ragged_dot`.
 
-    With `combine` a row's weight w multiplies what `down` reads: w * (a @ down) is
-    (w * a) @ down, and the weight's gradient <dy, a @ down> is <dy @ down.T, a>. So the
-    rows that are added up are not saved for the gradients of weights.
+    With `combine` a row's weight w multiplies the input of the last matmul:
+    w * (a @ down) is (w * a) @ down, and the weight's gradient <dy, a @ down> is
+    <dy @ down.T, a>. So the products a @ down need not be saved for the gradients of
+    the weights.
 
     Args:
       rows: The rows x.
       gate_up: The weights of gate and up in one array [g, k, 2 f], or in two [g, k, f].
       down: The weights after the gate.
       group_sizes: The number of rows of each group.
-      combine: The weighted sums of rows that are the result, or None.
+      combine: The weighted sums of rows to return; None returns the rows themselves.
       activation: The activation.
       inner: The dtype of gate and up.
       outer: The dtype of the rows after the last matmul.
       dtype: The dtype of the result. Sums of rows are computed in float32.
 
     Returns:
-      The rows [m, n], or the sums [t, n], in a list.
+      The rows [m, n], or with `combine` the sums [t, n], in a list.
     """
     arrays = rows, tuple(gate_up), down, group_sizes, combine
     arrays = array_types.varying_alike(arrays)
@@ -193,7 +200,7 @@ def _forward(
     y = grouped(x, w, group_sizes, tiles, inner)
     gate = Prologue(activation, (), "copies")
     a, inner_groups = quantized_gate(y.reshape(len(y), 2, -1), gate)
-    # Only backward needs rows of padding.
+    # Only the backward pass needs the rows of padding.
     a = jax.tree.map(lambda v: v[: rows.count], a)
     product_scale = a.scale
     if combine is not None:
@@ -207,7 +214,7 @@ def _forward(
     if combine is not None:
         y = total(y, combine.by_token, dtype=dtype)
     y = y.astype(dtype)
-    # Rows of no group do not count.
+    # Rows of no group must not affect the per-tensor scales.
     of_groups = jnp.where(has_group(x.scale, group_sizes), x.scale, 0)
     largest = x._replace(scale=of_groups), a._replace(scale=product_scale)
     x_scale, a_scale = tensor_scales(*largest)
@@ -271,7 +278,7 @@ _gated_experts.defvjp(_forward, _backward)
 
 
 def _exact(combine: Combine | None) -> Combine | None:
-    """Changes weights to bits, which an outer `fp8_remat` saves exactly, or back."""
+    """Bitcasts weights to integers or back; `fp8_remat` saves integers exactly."""
     if combine is None:
         return None
     with Note("weights of choices", "the gradient of a gate").scope():
@@ -281,7 +288,7 @@ def _exact(combine: Combine | None) -> Combine | None:
 def _gradient_of_rows(
     dy: Float[Array, "_ n"], group_sizes: Int[Array, " g"], combine: Combine | None
 ) -> tuple[Scaled, Float[Array, "n columns"], Float[Array, " padded"]]:
-    """Returns codes of the gradient of each row without its weight, and the weights.
+    """Quantizes the gradients of the rows, without weights, and returns the weights.
 
     Args:
       dy: The gradient of rows or, with `combine`, of tokens.
@@ -289,8 +296,8 @@ def _gradient_of_rows(
       combine: The sums of rows, or None for rows without weights.
 
     Returns:
-      The codes with 128 rows of padding at the end, with a scale per tensor; their
-      transposes by groups; and a weight for each of these rows.
+      The E5M2 codes of all rows and of 128 rows of padding at the end, with one scale;
+      the codes transposed group by group; and the weights of rows and padding.
     """
     if combine is None:
         counts = has_group(dy, group_sizes)
@@ -313,12 +320,13 @@ def by_group(
 ) -> tuple[Float[Array, " rows"], Float[Array, " g"]]:
     """Divides the weights of rows by a power of two for each group.
 
-    Products with weights are quantized with one scale for all groups. Products with an
-    expert's small weights would become zero next to products with others.
+    Products with weights are quantized with one scale for all groups. Without the
+    division, products with the small weights of one expert would become zero next to
+    products with the large weights of another.
 
     Returns:
-      The weights, of at most 1, and the powers of two. Rows of no group have weights
-      that nothing reads.
+      The divided weights, at most 1 in magnitude, and the powers of two. The weights of
+      rows of no group are undefined.
     """
     rows, ends = jnp.arange(len(weights))[:, None], jnp.cumsum(group_sizes)[None]
     is_of = (rows >= ends - group_sizes[None]) & (rows < ends)
@@ -337,20 +345,21 @@ def grouped_gate_gradient(
     a_scale: Float[Array, ""],
     gate: Activation,
 ) -> tuple[Float[Array, ""], kernels.WeightedGradients]:
-    """Computes gradients of gates by rows that are sorted by group and have weights.
+    """Computes the gradients of gate, up and weights, for weighted rows by group.
 
     Args:
-      groups: Gate and up [rows, 2, f] in groups of 16.
+      groups: The codes of gate and up [rows, 2, f] in groups of 16.
       da: The gradient of `weight * activation(gate) * up`.
       maxima: The largest group scale of each row, and the amax of parts of `da`.
       weights: The weight of each row, at most 1.
       group_sizes: The number of rows of each group.
-      a_scale: The scale of the product that is returned, too.
+      a_scale: The scale of the product `weight * activation(gate) * up`, which is
+        computed again.
       gate: The activation.
 
     Returns:
-      The scale of the gradients of gate and up, per tensor, and these gradients as E5M2
-      codes, with the product and the gradients of the weights.
+      The per-tensor scale of the gradients of gate and up; and these gradients as E5M2
+      codes, with the codes of the product and the gradients of the weights.
     """
     # The amax of gate and up is at most the largest group scale times E4M3.max.
     bound = kernels.Bound(maxima, E4M3.max * STEEPEST[gate])

@@ -2,11 +2,12 @@
 
 Operands are E4M3 and output gradients E5M2. In `linear` and `fp8_dot_general` each has
 a per-tensor scale, computed just in time. The FP8 activations are saved in the layout
-that the matmul of the weight gradient reads. Backward quantizes the weights again, so
-that no unquantized activations are saved, and only a scale per weight.
+that the matmul of the weight gradient reads. The backward pass quantizes the weights
+again, so that only a scale is saved for each weight.
 
-In the FP8 flow weights are [..., k], and forward matmuls take one scale per output
-feature. An output feature is one row, so one pass over the weights quantizes them.
+In the FP8 flow, the layers of the recipes "coat" and "coat_max", weights are [..., k],
+and forward matmuls take one scale per output feature. An output feature is one row, so
+one pass over the weights quantizes them.
 """
 
 from collections.abc import Callable
@@ -63,11 +64,11 @@ def in_rows(
     w: Float[Array, "... k"],
     *more: Array,
 ) -> Float[Array, "..."]:
-    """Computes `x @ w.T` by a matmul of rows.
+    """Computes `x @ w.T` by `multiply`, with the leading axes of `x` merged to m rows.
 
     Args:
-      multiply: The matmul of rows [m, k], weights and `more`. It merges the weights'
-        output axes to n.
+      multiply: A function of rows [m, k], the weights and `more` that returns the
+        product [m, n]. The weights' output axes are merged to n.
       x: The activations.
       w: The weights.
       *more: Further arrays that `multiply` takes.
@@ -89,7 +90,7 @@ def in_rows(
 
 
 def check_contracted(x: Float[Array, "*batch k"], w: Float[Array, "... k"]) -> None:
-    """Raises ValueError if the contracted sizes differ."""
+    """Raises ValueError if contracted sizes differ or `w` has fewer than two axes."""
     if w.ndim < 2 or w.shape[-1:] != x.shape[-1:]:
         raise ValueError(
             f"x and w need [..., k] and [..., n, k], got {x.shape}, {w.shape}"
@@ -142,10 +143,12 @@ def quantize_tensor(
     history: Float[Array, " length"] | None = None,
     after: Array | None = None,
 ) -> Codes:
-    """Quantizes `x` with `scale`, the scale of `history`, or the scale of its amax.
+    """Quantizes `x` with one scale, and returns row-major or transposed codes or both.
 
-    Without `merge` the transpose has all axes of `x`, the last one first.
-    `after` is an array that must be computed before the codes.
+    The scale follows from `history` if there is one; otherwise it is `scale`, or if
+    that is None, the scale of the amax of `x`. The transpose is [n, tokens], but
+    without `merge` it has all axes of `x`, the last one first. `after` is an array that
+    must be computed before the codes.
     """
     x = quantizable(x)
     if history is not None:
@@ -168,8 +171,8 @@ def quantize_tensor(
 def checked(codes: Codes) -> Codes:
     """Returns the codes, with NaN as their scale if their amax is not finite.
 
-    A delayed scale is chosen before the amax is known, so infinities saturate. The NaN
-    scale lets the results of matmuls show them.
+    A delayed scale is chosen before the amax is known, so infinities saturate. The
+    scale NaN makes the results of matmuls NaN.
     """
     largest = jnp.max(codes.largest, initial=0.0)
     scale = jnp.where(jnp.isfinite(largest), codes.scale, jnp.nan)
@@ -218,9 +221,9 @@ Weight = Float[Array, "... k"] | Fp8Weight
 def tensor_scales(*of: Scaled | Array) -> tuple[Float[Array, ""], ...]:
     """Returns a per-tensor scale, float32, for each argument.
 
-    An argument is such a scale already, an array that is returned as it is, or codes
-    with a scale per token. A tensor's amax is then taken to be the largest of these
-    scales times the largest code.
+    An argument is a per-tensor scale, which is returned as it is, or codes with a scale
+    per row. The amax of such codes is taken to be the largest of their scales times the
+    largest code.
     """
     scaled = [x for x in of if isinstance(x, Scaled)]
     bounds = (kernels.Bound((x.scale,), E4M3.max) for x in scaled)
@@ -260,7 +263,7 @@ def product_heads(
     num_kv_heads: int,
     keep_copies: bool,
 ) -> tuple[tuple[Array, ...], Scaled | Float[Array, ""]]:
-    """Computes `product` as queries, keys and values with RoPE; see `matmul_heads`.
+    """Computes `product`, and splits it into queries, keys and values with RoPE.
 
     With `keep_copies` each of them is returned twice. The second copies should only be
     saved: the barrier of `once` is on the first ones alone.
@@ -286,8 +289,8 @@ def input_gradient(
 ) -> Float[Array, "*batch k"] | tuple[Float[Array, "*batch k"], Float[Array, " parts"]]:
     """Computes the gradient of a matmul's activations, `dy @ w`.
 
-    Weights are quantized after the array `after` is computed. With `keep_maxima` the
-    amax of parts of the gradient is returned as well.
+    The weights are quantized after the array `after` is computed. With `keep_maxima`
+    the amax of each part of the gradient is returned as well.
     """
     codes = _backward_codes(w, w_scale, after)
     arrays = dy.row, codes, dy.scale, w_scale
@@ -300,14 +303,15 @@ def weight_gradient(
     """Computes the gradient of a matmul's weights, `dy.transposed @ x.T`.
 
     `x` holds the transposed codes of the activations, and `scale` is their scale. The
-    gradient has the shape and dtype of `w`. If a mesh splits the second axis of `w`,
-    the result is a list with a gradient for each element of the first axis. Devices add
-    up and scatter each of them by itself, because its parts are contiguous memory.
+    gradient has the shape and dtype of `w`. On a mesh, if `w` has more than two axes,
+    the result is a list with a gradient for each element of the first axis. Devices
+    reduce and scatter each of them separately, because its shards are contiguous in
+    memory.
     """
     if isinstance(w, Fp8Weight):
         dw = weight_gradient(x, scale, dy, w.value)
         return Fp8Weight(dw, None, None, None)
-    # The output axes of `w` stay apart, because a mesh may split the last of them.
+    # The output axes of `w` are not merged, because a mesh may split the last of them.
     gradient = dy.transposed.reshape(*w.shape[:-1], -1)
     multiply = partial(matmul_codes, dtype=w.dtype)
     if gradient.ndim == 2 or array_types.mesh_of(gradient) is None:
@@ -316,7 +320,7 @@ def weight_gradient(
 
 
 def dtype_of(x: Array | None) -> Array | None:
-    """Returns an empty array that carries a dtype to the backward pass, or None."""
+    """Returns an empty array that carries a dtype to backward, or None for None."""
     return None if x is None else jnp.zeros(0, x.dtype)
 
 
@@ -332,9 +336,9 @@ def once[Result](result: Result) -> Result:
 def _forward_codes(
     w: Weight, after: Array | None
 ) -> tuple[Scaled, Scaled | Float[Array, ""]]:
-    """Returns codes of weights for forward, and the source of the backward scale.
+    """Returns the codes of a weight for forward, and an argument of `tensor_scales`.
 
-    The source is an argument of `tensor_scales`.
+    The per-tensor scale that follows from this argument is for `_backward_codes`.
     """
     if isinstance(w, Fp8Weight):
         return w.rows, w.scale

@@ -1,8 +1,8 @@
-"""Functions with derivative rules as single operations of programs.
+"""JAX primitives that stand for functions with derivative rules.
 
-A jitted function is known by its name alone, which any function may have. An operation
-of our own is known by itself. It is cheap to trace, because the function runs only
-when it is differentiated or compiled.
+In a jaxpr a jitted function can be recognized by its name alone, which any function may
+have. A primitive of our own is unique. It is cheap to trace, because its function is
+traced only when it is differentiated, mapped or compiled.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ def new_primitive(
     function_of: Callable[..., Callable[..., list[Any]]],
     types_of: Callable[..., Types],
 ) -> core.Primitive:
-    """Returns an operation that computes a function with a derivative rule.
+    """Returns a primitive that computes a differentiable function.
 
     Args:
-      name: The name of the operation in programs.
-      function_of: Returns the function for parameters of the operation. It takes
-        arrays, and returns a list of arrays.
-      types_of: Returns the types of the results for types of the arrays, as positional
-        arguments, and parameters.
+      name: The name of the primitive in jaxprs.
+      function_of: A function of the primitive's parameters that returns the function to
+        compute. The latter takes arrays and returns a list of arrays.
+      types_of: A function that returns the types of the results. It takes the types of
+        the arrays as positional arguments, and the parameters as keyword arguments.
     """
     primitive = core.Primitive(name)
     primitive.multiple_results = True
@@ -40,7 +40,7 @@ def new_primitive(
         return function_of(**params)(*arrays)
 
     def types(*arrays, body, **params):
-        if operations.is_explaining():  # It lists what the function calls.
+        if operations.is_explaining():  # `explain` lists kernel calls.
             jax.eval_shape(function_of(**params), *arrays)
         return list(types_of(*arrays, **params))
 
@@ -66,10 +66,10 @@ def bind(
     *arrays: Any,
     **params,
 ) -> list[Any]:
-    """Adds an operation for `function` to the program that is being traced.
+    """Binds a primitive to arrays, as one equation of the program that is traced.
 
-    On a mesh it contains the traced function. JAX looks into operations for parts that
-    need to know the devices before they are lowered.
+    On a mesh the equation contains the jaxpr of `function`. JAX searches the jaxprs of
+    equations for operations that need to know the devices before they are lowered.
     """
     body = None
     if array_types.mesh_of(arrays) is not None:

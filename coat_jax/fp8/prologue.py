@@ -1,4 +1,4 @@
-"""The description of operations before FP8 matmuls, as `fp8_remat` finds them."""
+"""Descriptions of the operations that `fp8_remat` finds before FP8 matmuls."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -38,14 +38,14 @@ class Mark(NamedTuple):
         return cls(eqn.primitive, tuple(eqn.params.items()), eqn.invars[0].aval.shape)
 
     def __call__(self, x: Array) -> Array:
-        """Marks an array of as many elements, in the same order."""
+        """Applies the mark to an array, which is reshaped to `shape` and back."""
         return self._bind(x.reshape(self.shape)).reshape(x.shape)
 
     def _bind(self, x: Array) -> Array:
         params = dict(self.params)
         if self.primitive.name == "reshard":
-            # Explicit mesh axes are automatic where kernels run. Of other axes the new
-            # sharding says nothing.
+            # Explicit mesh axes are automatic where kernels run. If the mesh has other
+            # automatic axes, they may split the axes that the spec leaves out.
             where = params["dst_sharding"]
             free = P.UNCONSTRAINED if where.mesh.auto_axes else None
             spec = P(*(free if names is None else names for names in where.spec))
@@ -54,16 +54,16 @@ class Mark(NamedTuple):
 
     @property
     def is_name(self) -> bool:
-        """True for a name, False for a constraint."""
+        """True if the mark is a name, False if it is a sharding constraint."""
         return self.primitive.name == "name"
 
     def on_all(self, arrays: Any) -> Any:
-        """Gives a name to arrays of any shapes."""
+        """Applies the mark, a name, to each array of a tree, of any shape."""
         return jax.tree.map(self._bind, arrays)
 
 
-# Kernels of norms and gates save FP8 copies of their inputs, in groups of 16; or the
-# inputs are saved as arrays, which is left to the caller of the function.
+# The residuals of a norm or a gate: FP8 copies of the inputs, in groups of 16, which
+# the kernel writes; or the inputs themselves, which `fp8_remat` saves or recomputes.
 Saves = Literal["copies", "arrays"]
 
 
@@ -71,9 +71,9 @@ class Prologue(NamedTuple):
     """An operation before matmuls: a norm, an activation or a gate.
 
     Attributes:
-      function: A norm, or the activation of a gate.
-      marks: The marks of its result.
-      saves: What is saved of its inputs.
+      function: The norm, or the activation, of a gate or by itself.
+      marks: The marks of the operation's result.
+      saves: The form in which the operation's inputs are saved.
     """
 
     function: Norm | Activation
@@ -81,15 +81,15 @@ class Prologue(NamedTuple):
     saves: Saves
 
     def constrained(self, x: Array) -> Array:
-        """Applies the constraints among the marks to codes or gradients."""
+        """Applies the marks that are sharding constraints to codes or gradients."""
         for mark in self.marks:
             x = x if mark.is_name else mark(x)
         return x
 
     def named(self, arrays: Any) -> Any:
-        """Gives arrays the names of the result, by which policies save them.
+        """Gives arrays the names of the result, for the policies of `jax.checkpoint`.
 
-        A policy then saves FP8 codes in place of the result.
+        A policy that would save the result by its name then saves these arrays instead.
         """
         for mark in self.marks:
             arrays = mark.on_all(arrays) if mark.is_name else arrays
@@ -101,9 +101,10 @@ class Source(NamedTuple):
 
     Attributes:
       x: The array, or the norm's input.
-      scale: The weight that multiplies the normalized input, or None. It is a column
-        [n], or has a row [n] for each sequence.
-      bias: The bias that is added afterwards, or None. Its shape is as for `scale`.
+      scale: The weight that multiplies the normalized input, or None. It is a vector
+        [k], or has a row [k] for each sequence.
+      bias: The bias that is added afterwards, or None. Its shape is like the shape of
+        `scale`.
     """
 
     x: Any

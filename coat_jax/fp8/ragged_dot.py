@@ -1,8 +1,9 @@
 """`jax.lax.ragged_dot` in FP8: the matmuls of a mixture of experts.
 
-Forward, tokens have a scale each, and so has every output of every expert. Backward
-sums over outputs and over tokens, and such scales are no common factor of these sums.
-There gradients and tokens have a scale per tensor, and weights a scale per expert.
+In the forward pass each token has a scale, and so has each output feature of an expert.
+The backward pass sums over output features and over tokens, and such scales could not
+be factored out of the sums. There gradients and tokens have a scale per tensor, and
+weights a scale per expert.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import GroupTiles, Scaled, numerics, versions
 from pallas_kernels.dispatch import array_types, operations
 
-# Matmuls of fewer rows take as long as reading their weights.
+# The time of a matmul with fewer rows is the time to read its weights.
 FEWEST_ROWS = 16
 
 
@@ -49,13 +50,13 @@ def fp8_ragged_dot(
     """Computes `jax.lax.ragged_dot` in FP8.
 
     It multiplies rows that are sorted by group, each by the matrix of its group. Groups
-    may have any sizes, which stay on the device. Rows after the last group give zeros,
-    and have zero gradients. `lhs` is saved in FP8, and `rhs`, the weights, by
+    may have any sizes, which the host need not know. Rows after the last group give
+    zeros, and have zero gradients. `lhs` is saved in FP8, and `rhs`, the weights, by
     reference.
 
     On a mesh k or n may be split over devices. Tokens and groups are whole on every
-    device. To split tokens use `jax.shard_map`, where each device sorts its own tokens,
-    or `jax.vmap` over an axis that is split.
+    device. Split tokens need `jax.shard_map`, where each device sorts its own tokens,
+    or `jax.vmap` over the split axis.
 
     If `lhs` has fewer than 16 rows, `jax.lax.ragged_dot` computes the matmul.
 
@@ -70,7 +71,8 @@ def fp8_ragged_dot(
         jax 0.11 or newer.
 
     Raises:
-      ValueError: If an operand is not floating, or if JAX is older than `out_sharding`.
+      ValueError: If an operand is not floating, or if JAX is too old for
+        `out_sharding`.
       TypeError: If shapes or dtypes do not fit `jax.lax.ragged_dot`.
 
     Examples:
@@ -103,7 +105,7 @@ def fp8_ragged_dot(
 
 @cache
 def _jitted(dtype: jnp.dtype) -> Callable:
-    """Returns the matmul, as a function with a list of one result."""
+    """Returns a jitted function that computes the matmul, and returns it in a list."""
 
     def fp8_ragged_dot(x, w, group_sizes):
         return [_ragged_dot(x, w, group_sizes, dtype)]
@@ -118,7 +120,8 @@ def _type_of_result(
     *,
     dtype: jnp.dtype,
 ) -> Types:
-    # Types have more than shapes and dtypes, such as the devices over which they vary.
+    # An array's type has more than a shape and a dtype: also the mesh axes over which
+    # the array varies.
     in_jax = partial(lax.ragged_dot, preferred_element_type=dtype)
     return jax.make_jaxpr(in_jax)(x, w, group_sizes).out_avals
 
@@ -147,7 +150,8 @@ def _types_of_experts(w: jax.core.ShapedArray) -> Types:
     return jax.make_jaxpr(_quantized_experts)(w).out_avals
 
 
-# One operation, so that `fp8_remat` saves the scales. It would compute them again.
+# This is one primitive, so that `fp8_remat` saves the scales and does not compute them
+# again.
 _experts_p = new_primitive("fp8_experts", lambda: _quantized_experts, _types_of_experts)
 
 
@@ -156,12 +160,12 @@ class _Residuals(NamedTuple):
 
     Attributes:
       x: The transposed codes of tokens, in which groups are padded.
-      x_scale: Their scale.
+      x_scale: The per-tensor scale of these codes.
       w: The weights.
       w_scale: The scale of each group's weights.
       group_sizes: The number of rows of each group.
-      tiles: The tiles of the rows.
-      like: An empty array of the dtype of tokens.
+      tiles: The tiles of the rows; see `pallas_kernels.group_tiles`.
+      like: An empty array with the dtype of the tokens.
     """
 
     x: Float[Array, "k padded"]
@@ -184,7 +188,7 @@ def _ragged_dot_fwd(x, w, group_sizes, dtype):
     rows = quantize_tokens(x)
     codes, w_scale = quantized_experts(w)
     y = grouped(rows, codes, group_sizes, tiles, dtype)
-    # Rows of no group do not count.
+    # Rows of no group must not affect the per-tensor scale.
     of_groups = jnp.where(has_group(x, group_sizes), rows.scale, 0)
     (x_scale,) = tensor_scales(rows._replace(scale=of_groups))
     transposed = _transposed(x, group_sizes, x_scale, E4M3.dtype)
@@ -213,13 +217,16 @@ _ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)
 
 
 def quantized_experts(w: Float[Array, "g k n"]) -> tuple[Scaled, Float[Array, " g"]]:
-    """Returns the codes [g, n, k] for forward, and the scale of each expert."""
+    """Returns the weights' codes [g, n, k] for forward, and a scale for each expert.
+
+    The codes have a scale for each output. The scales of experts are for backward.
+    """
     codes, scale, of_experts = bind(_experts_p, _quantized_experts, w)
     return Scaled(codes, scale), of_experts
 
 
 def codes_of_experts(w: Float[Array, "g k n"], scale: Float[Array, " g"]) -> Scaled:
-    """Returns the codes [g, k, n] for gradients of rows, with each expert's scale."""
+    """Quantizes weights with a given scale per expert, for the gradients of rows."""
     of_rows = jnp.broadcast_to(scale[:, None], w.shape[:2])
     return Scaled(kernels.quantize_rows(quantizable(w), of_rows).codes, scale)
 
@@ -241,9 +248,9 @@ def grouped(
     *,
     keep_maxima: bool = False,
 ) -> Any:
-    """Multiplies rows of groups; the result [m, n] has any floating dtype.
+    """Multiplies each row by the weights of its group, to [m, n] in a floating `dtype`.
 
-    With `keep_maxima` it returns the amax of parts of the result, too.
+    With `keep_maxima` the amax of each part of the result is returned as well.
     """
     arrays = x.codes, w.codes, group_sizes, x.scale, w.scale
     options = {"tiles": tiles, "out_dtype": stored(dtype)}

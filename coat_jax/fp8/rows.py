@@ -11,11 +11,11 @@ from pallas_kernels.checks import WIDE
 
 
 def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k *m"]:
-    """Returns rows of `x`, and zeros for an index of n."""
+    """Gathers rows of `x` by index; the index n gives zeros."""
     per_word = 4 // x.dtype.itemsize
     if x.ndim < 2 or per_word < 2 or x.shape[-1] % per_word:
         return x.at[index].get(mode="fill", fill_value=0)
-    # A thread of XLA's kernel moves an element at a time, so it moves words of 32 bits.
+    # Each thread of XLA's gather moves one element, so elements are 32-bit words here.
     words = x.reshape(*x.shape[:-1], x.shape[-1] // per_word, per_word)
     words = lax.bitcast_convert_type(words, jnp.uint32)
     rows = words.at[index].get(mode="fill", fill_value=0)
@@ -23,7 +23,7 @@ def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k
 
 
 def wide_order(order: Int[Array, " m"]) -> Int[Array, " m"]:
-    """Returns a permutation in a type that has all lengths, too."""
+    """Returns a permutation in at least 32 bits, which can also hold its length."""
     return order if order.dtype.itemsize >= 4 else order.astype(jnp.int32)
 
 
@@ -32,17 +32,17 @@ def inverted(order: Int[Array, " m"]) -> Int[Array, " m"]:
     order = wide_order(order)
     numbers = jnp.arange(len(order), dtype=order.dtype)
     inverse = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
-    # XLA would scatter again wherever the order is read.
+    # Without the barrier XLA would scatter again for each reader of the inverse.
     return once(inverse)
 
 
 def sums(
     x: Float[Array, "m *n"], order: Int[Array, " m"], tokens: int
 ) -> Float[Array, "tokens *n"]:
-    """Adds up the rows of each token in float32, or in float64 for float64.
+    """Sums the rows of each token in float32, or in float64 if `x` is float64.
 
     Args:
-      x: The rows. Row i is of token `order[i] // (m // tokens)`.
+      x: The rows. Row i belongs to token `order[i] // (m // tokens)`.
       order: A permutation.
       tokens: The number of tokens.
     """
@@ -61,9 +61,9 @@ def total(
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "tokens n"]:
-    """Adds up the rows of `x` at the places of each token, and `add`.
+    """Sums the rows of `x` with the indices `places` of each token, and adds `add`.
 
-    Sums are computed in float32 and rounded once, to `dtype`. Differentiating is an
+    Sums are computed in float32 and rounded once, to `dtype`. Differentiation raises an
     error.
     """
     wide = x if x.dtype in WIDE else x.astype(jnp.float32)

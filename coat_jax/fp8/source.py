@@ -16,9 +16,9 @@ _GRADIENT = "the gradient of a norm"
 
 
 def in_rows(source: Source) -> Source:
-    """Returns a source with activations as [m, k], and parameters as [k] or [v, k].
+    """Reshapes a source to activations [m, k], and scale and bias [k] or [v, k].
 
-    Parameters [v, k] have a row for each of v sequences, of m / v tokens each.
+    A scale or bias [v, k] has a row for each of v sequences, of m / v tokens each.
     """
     x, *params = source
     k = x.shape[-1]
@@ -27,7 +27,7 @@ def in_rows(source: Source) -> Source:
     def rows(c):
         if c is None or count == 1:
             return c if c is None else c.reshape(k)
-        # A row for several sequences comes once for each.
+        # A row that several sequences share is repeated for each of them.
         c = c.reshape(-1, 1, k)
         return jnp.broadcast_to(c, (len(c), count // len(c), k)).reshape(count, k)
 
@@ -35,10 +35,10 @@ def in_rows(source: Source) -> Source:
 
 
 def quantized_source(source, norm):
-    """Returns codes of activations with a scale per token, and what backward reads."""
+    """Returns codes of activations with a scale per token, and the residuals."""
     x, scale, bias = source
     if norm is None:
-        # Kernels read bfloat16 in half the time, and E4M3 has fewer digits than that.
+        # Kernels read bfloat16 in half the time, and E4M3 is less precise than that.
         return quantize_tokens(x), (x.astype(jnp.bfloat16), dtype_of(x))
     copies = norm.saves == "copies"
     with Note(f"{E4M3}, groups of {GROUP}", _GRADIENT).scope():
@@ -51,9 +51,9 @@ def quantized_source(source, norm):
             keep_groups=copies,
         )
     codes = Scaled(out.y.reshape(x.shape), out.scale.reshape(-1))
-    # The matmuls of a forward pass that runs again read the codes.
+    # The matmuls of a recomputed forward pass read these codes.
     rows = norm.named(Scaled(norm.constrained(codes.codes), codes.scale))
-    # An outer `fp8_remat` saves integers exactly.
+    # Scales are saved as integers, which an outer `fp8_remat` saves exactly.
     with Note(f"scales of groups of {GROUP}", _GRADIENT).scope():
         saved = jax.tree.map(scales_as_bits, out.groups) if copies else x
     return rows, (saved, scale, bias)
@@ -63,14 +63,15 @@ def source_gradient(saved, dy, y_scale, norm, add):
     """Computes the gradients of a norm's input, scale and bias, as a `Source`.
 
     Args:
-      saved: The norm's input or its FP8 copy, and the norm's scale and bias or None.
+      saved: The norm's input or its FP8 copy, the norm's scale or None, and its bias or
+        None.
       dy: The gradient of the norm's output, bfloat16.
       y_scale: The per-tensor scale of the norm's output.
-      norm: The norm, with the choice of what it saves.
-      add: A gradient to add to the input's, bfloat16; None adds nothing.
+      norm: The `Prologue` of the norm.
+      add: A gradient to add to the input's gradient, bfloat16; None adds nothing.
 
     Returns:
-      The gradients, and the transposed E4M3 codes of the norm's output, [n, tokens].
+      The gradients, and the transposed E4M3 codes of the norm's output, [k, tokens].
     """
     x, scale, bias = saved
     if norm.saves == "copies":
@@ -88,7 +89,7 @@ def source_gradient(saved, dy, y_scale, norm, add):
 
 
 def _of_sequences(x, scale, bias):
-    """Returns rows [m, k] as [v, m / v, k], if parameters have v rows for sequences."""
+    """Reshapes rows [m, k] to [v, m / v, k] if scale or bias is [v, k]."""
     param = bias if scale is None else scale
     if param is None or param.ndim == 1:
         return x.reshape(-1, x.shape[-1])

@@ -18,12 +18,12 @@ from pallas_kernels.dispatch import devices
 class Stored:
     """A weight w [*batch, k, n] of `x @ w`, perhaps stored as its transpose [*n, k].
 
-    No array is transposed: codes and gradients are computed in the order of storage. A
-    transpose may have several axes of outputs, as a stack of gate and up has.
+    The array itself is never transposed: codes and gradients are computed in the order
+    of storage. A transpose may have several output axes, as a stack of gate and up has.
 
     Attributes:
       array: The weight, or its transpose.
-      is_transposed: Whether it is the transpose.
+      is_transposed: Whether `array` is the transpose.
     """
 
     array: Any
@@ -31,7 +31,7 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of w, with its outputs as one axis."""
+        """The shape of w, with its output axes merged to one."""
         if not self.is_transposed:
             return self.array.shape
         *outputs, k = self.array.shape
@@ -40,9 +40,9 @@ class Stored:
     def for_outputs(self) -> Scaled:
         """Returns E4M3 codes [n, k] and their scale or scales, which forward reads.
 
-        An output's weights that lie side by side have a scale of their own, so that one
-        pass over the array quantizes it. Devices may share an array by any axis; there
-        the scale is the tensor's, for which each of them reads its own part.
+        If `array` is the transpose, each output feature is a row and has a scale, so
+        that one pass over the array quantizes it. Otherwise there is one scale, and so
+        there is on several devices, because these may split the array along any axis.
         """
         if self.is_transposed and devices.is_alone():
             return quantize_tokens(self._matrix)
@@ -58,7 +58,7 @@ class Stored:
         return getattr(codes, copies)
 
     def gradient(self, x: Scaled, dy: Scaled) -> "Stored":
-        """Returns the gradient, from codes x [k, tokens] and dy [n, tokens]."""
+        """Computes the gradient of w from codes x [k, tokens] and dy [n, tokens]."""
         first, second = (dy, x) if self.is_transposed else (x, dy)
         codes, scales = (first.codes, second.codes), (first.scale, second.scale)
         product = matmul_codes(*codes, *scales, dtype=self.array.dtype)
@@ -66,7 +66,7 @@ class Stored:
 
     @property
     def _matrix(self) -> Array:
-        """The array, with its outputs as one axis."""
+        """The array, with its output axes merged to one."""
         if not self.is_transposed:
             return self.array
         return self.array.reshape(-1, self.array.shape[-1])

@@ -10,21 +10,22 @@ from coat_jax.optimizers.trees import is_quantized
 
 
 def as_adam_state(tree: Any) -> Any:
-    """Returns a tree of a state with each quantized moment at its parameter's path.
+    """Returns a view of an optimizer's state with moments at their parameters' paths.
 
-    Codes, which have a moment's shape and sharding, take its place, and optax's own
-    state, such as `ScaleByAdamState`, takes the place of `QuantizedState`. Code that
-    asks for an instance of optax's state, or looks up a parameter's path in `mu` or
-    `nu`, then finds it. The view is for look-ups only: training cannot go on from it.
+    Each quantized moment is replaced by its codes, which have the moment's shape and
+    sharding. Each `QuantizedState` is replaced by optax's own state, such as
+    `ScaleByAdamState`. Then code that asks for an instance of optax's state, or looks
+    up a parameter's path in `mu` or `nu`, finds it. The view is for look-ups only: an
+    optimizer cannot continue from it.
 
     MaxText with `shard_optimizer_over_data` looks up the shardings of `mu`, to shard
-    parameters alike. Give `maybe_update_params_sharding_with_opt` this view of the
-    shardings, and it shards quantized parameters, too.
+    parameters in the same way. If `maybe_update_params_sharding_with_opt` gets this
+    view of the shardings, it also shards parameters with quantized moments.
 
     Args:
-      tree: Shardings, types or arrays in the structure of an optimizer's state, or an
-        `nnx.State` or a state dict of them, in which a moment is a mapping with an
-        entry "codes".
+      tree: Arrays, types or shardings in the structure of an optimizer's state. In an
+        `nnx.State` or a state dict a quantized moment is a mapping with the entries
+        "codes" and "scale".
 
     Returns:
       The tree with codes in place of quantized moments.

@@ -1,8 +1,8 @@
 """`coat.fused_update` in trainers that call `tx.update` and apply updates themselves.
 
 EasyDeL's state looks for a method `apply_updates_hook` of its optimizer, and Flax's
-`TrainState` has a method for the step. Both are places in which a step in one pass over
-the parameters fits, although the trainer knows nothing of it.
+`TrainState` has a method for the step. A step in one pass over the parameters can run
+in these methods without changes to the trainer.
 """
 
 from collections.abc import Mapping
@@ -28,11 +28,11 @@ class HookedTransformation(optax.GradientTransformationExtraArgs):
 def with_apply_updates_hook(
     tx: optax.GradientTransformation, *, key: Key[Array, ""] | None = None
 ) -> HookedTransformation:
-    """Lets an optimizer that ends in `fp8_adamw` take its whole step in one pass.
+    """Returns an optimizer that takes its whole step in one pass over the parameters.
 
-    The `update` of the result computes `coat.fused_update`. It returns no
-    updates but the parameters after the step, which `apply_updates_hook` hands out. It
-    is for trainers that call the hook if there is one, such as EasyDeL 0.3.
+    The `update` of the result computes `coat.fused_update`. In place of updates it
+    returns the parameters after the step, which `apply_updates_hook` unwraps. It is for
+    trainers that call the hook if an optimizer has one, such as EasyDeL 0.3.
 
     Args:
       tx: An optimizer with `fp8_adamw` as its last transformation.

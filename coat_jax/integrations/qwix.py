@@ -23,20 +23,22 @@ _OPERATIONS = ("dot_general", "einsum")
 class FP8Provider(QuantizationProvider):
     """A provider of qwix with the matmuls of `coat.fp8_dot_general`.
 
-    A matmul of a module at a rule's `module_path` is in FP8 if one operand is a
-    parameter of the module and the other is none. Products of two activations, such as
-    attention scores, stay as they are, and so does everything without a rule.
+    A matmul runs in FP8 if its module's path matches a rule's `module_path`, and
+    exactly one of its operands is a parameter of that module. Products of two
+    activations, such as attention scores, stay as they are, and so does everything
+    without a rule.
 
     Args:
-      rules: The rules, the first match of which counts: `module_path`, a regular
-        expression of a whole path such as ".*mlp.*", and `op_names`, "dot_general" and
-        "einsum". A rule with `weight_qtype=None`, the default, keeps its modules as
-        they are; every other rule says `weight_qtype="float8_e4m3fn"`.
+      rules: The rules, of which the first that matches a module applies. A rule has a
+        `module_path`, a regular expression for the whole path such as ".*mlp.*", and
+        `op_names`, which may be "dot_general" and "einsum". A rule with
+        `weight_qtype=None`, the default, keeps its modules as they are; every other
+        rule must have `weight_qtype="float8_e4m3fn"`.
       **options: Further options of `qwix.QuantizationProvider`.
 
     Raises:
-      ValueError: If a rule asks for another type, or for something else that
-        `coat.fp8_dot_general` does not do.
+      ValueError: If a rule asks for another dtype, or for anything else that
+        `coat.fp8_dot_general` does not support.
 
     Examples:
       >>> import jax.numpy as jnp, qwix
@@ -68,13 +70,16 @@ class FP8Provider(QuantizationProvider):
         *args: Any,
         **kwargs: Any,
     ) -> jax.Array:
-        """Computes `jax.lax.dot_general`, in FP8 if a rule says so."""
+        """Computes `jax.lax.dot_general`, in FP8 if a rule asks for it."""
         fp8 = self._has_rule("dot_general")
         multiply = _of_weight if fp8 else lax.dot_general
         return multiply(lhs, rhs, dimension_numbers, *args, **kwargs)
 
     def einsum(self, subscripts: Any, *operands: Any, **kwargs: Any) -> jax.Array:
-        """Computes `jnp.einsum`, in FP8 if a rule says so and it has two operands."""
+        """Computes `jnp.einsum`, in FP8 if a rule asks for it.
+
+        An einsum of one operand, or of three or more, stays as it is.
+        """
         if not self._has_rule("einsum") or len(operands) != 2:
             return jnp.einsum(subscripts, *operands, **kwargs)
         kwargs["_dot_general"] = _of_weight
@@ -109,7 +114,7 @@ def _of_weight(
     *,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Computes a matmul in FP8 if one operand is a parameter and the other is none."""
+    """Computes a matmul in FP8 if exactly one of its operands is a parameter."""
     of_lhs, of_rhs = (flax_util.find_param(x) is not None for x in (lhs, rhs))
     options = {
         "precision": precision,

@@ -45,29 +45,31 @@ def estimate_memory(
 
     No GPU is needed: the step is traced and nothing is computed. Parameters, gradients,
     the optimizer's state and saved activations are exact. The rest follows from a model
-    of what XLA writes to memory and when (`coat_jax.remat.liveness`). It does not count
-    gaps between arrays, nor what libraries allocate for themselves. On a mesh XLA
-    gathers the weights of "bf16" and "te", with buffers that are not counted; for "te"
-    it also keeps a transposed copy of the shards of gate and up. Peaks of these are 2%
-    to 6% higher. experiments/results/estimate has measured peaks and their predictions.
+    of what XLA writes to memory and when (`coat_jax.remat.liveness`). The model does
+    not count gaps between arrays, or memory that libraries allocate for themselves. On
+    a mesh XLA gathers the weights of the recipes "bf16" and "te" in buffers that are
+    not counted; for "te" it also keeps a transposed copy of the shards of gate and up.
+    Measured peaks of these two recipes on meshes are 2% to 6% above the prediction.
+    experiments/results/estimate has measured peaks and their predictions.
 
-    The step is `jax.value_and_grad` of `llama.cross_entropy` and an optimizer in place
-    on donated arrays, such as `coat.fused_update`. `tx.update` with FP8 moments needs
-    another 2 bytes or more for each parameter. With `released` it is the step of
-    `coat.value_and_update`.
+    The step is `jax.value_and_grad` of `llama.cross_entropy`, followed by an optimizer
+    that works in place on donated arrays, such as `coat.fused_update`. `tx.update` with
+    FP8 moments needs another 2 bytes or more for each parameter. With `released` the
+    step is `coat.value_and_update`.
 
     Args:
       config: The shape and precision of the model.
       batch: The number of sequences in a step, on all GPUs together.
       sequence: The number of tokens in a sequence.
-      mesh: A mesh with axes named "data", "fsdp", "expert", "context" and "tensor", any
-        of them. The first three split the batch, "context" sequences, "fsdp", "expert"
-        and "context" the parameters, and "tensor" heads and the MLP's hidden layer. Of
-        experts, layers gather what "fsdp" and "context" split, and not what "expert"
-        splits. An `AbstractMesh` needs no devices. None is one GPU.
+      mesh: A mesh with any of the axes "data", "fsdp", "expert", "context" and
+        "tensor". "data", "fsdp" and "expert" split the batch, and "context" splits
+        sequences. "fsdp", "expert" and "context" split the parameters, and "tensor"
+        splits heads and the MLP's hidden layer. Layers gather experts over "fsdp" and
+        "context", but not over "expert". An `AbstractMesh` needs no devices. None means
+        one GPU.
       shardings: The shardings of the parameters: a tree of `NamedSharding` with the
-        structure of the model's `nnx.Param` state. By default these three axes
-        split the last axis but one of every matrix, or the experts.
+        structure of the model's `nnx.Param` state. By default "fsdp", "expert" and
+        "context" split the second-to-last axis of every matrix, or the axis of experts.
       recipe: The recipe, if it is not the configuration's.
       optimizer: The optimizer. By default it is `coat.fp8_adamw` for the recipes "coat"
         and "coat_max", and `optax.adamw` with float32 moments for the others.
@@ -75,9 +77,9 @@ def estimate_memory(
         gradients of one layer exist at a time.
 
     Raises:
-      TypeError: If `config` is no `LlamaConfig` or `mesh` no mesh.
+      TypeError: If `config` is not a `LlamaConfig`, or `mesh` is not a mesh.
       ValueError: If a size is not positive, the mesh has another axis, an axis does not
-        divide what it splits, or `shardings` do not fit the parameters.
+        divide what it splits, or `shardings` do not fit the parameters or have no mesh.
 
     Examples:
       >>> import coat_jax as coat, jax
@@ -129,13 +131,13 @@ def largest_batch(
 ) -> int:
     """Returns the largest batch that fits into the memory of each GPU, or 0.
 
-    It is the batch of all GPUs together, a multiple of the parts that the mesh splits
-    it into.
+    The batch is the number of sequences of all GPUs together. It is a multiple of the
+    number of parts into which the mesh splits it.
 
     Args:
       config: The shape and precision of the model.
-      memory_gib: The memory that a GPU has for the program. JAX takes three quarters of
-        a GPU's unless XLA_CLIENT_MEM_FRACTION says otherwise.
+      memory_gib: The GiB of each GPU that the program can use. JAX takes three quarters
+        of a GPU's memory unless XLA_CLIENT_MEM_FRACTION says otherwise.
       sequence: The number of tokens in a sequence.
       mesh: The mesh; see `estimate_memory`.
       **options: Further arguments of `estimate_memory`.
@@ -211,7 +213,7 @@ def _layers(params: nnx.State) -> list[int]:
 
 
 def _loss_of(config: llama.LlamaConfig) -> tuple[Callable, nnx.State, nnx.State]:
-    """Returns the loss, and its abstract parameters and histories."""
+    """Returns a model's loss function, abstract parameters, and amax histories."""
     graph, params, histories = nnx.split(_abstract(config), nnx.Param, ...)
 
     def loss(params, histories, tokens):

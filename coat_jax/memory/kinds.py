@@ -21,7 +21,8 @@ class Kinds:
       workspace: All other arrays of the layers: inputs and results of matmuls and
         kernels, codes of gradients, copies of one layer's saved activations.
       gathered: Weights in the form that matmuls read: FP8 codes, casts to the dtype of
-        the computation, slices of stacks. On a mesh they are gathered, and whole.
+        the computation, slices of stacks. On a mesh these are whole weights, gathered
+        from the shards.
       logits: The logits of a chunk of tokens, and their gradients.
     """
 
@@ -43,15 +44,16 @@ class Kinds:
 class MemoryEstimate:
     """The memory of a training step on each GPU; prints as a table.
 
-    A step has four phases. The loss is computed with its gradient with respect to the
-    last layer's output. The optimizer works in place.
+    A step has four phases. The phase "loss" computes the loss and its gradient with
+    respect to the last layer's output. In the phase "update" the optimizer works in
+    place.
 
     Attributes:
       forward: The bytes at the peak of the forward pass.
       loss: The bytes at the peak of the loss.
       backward: The bytes at the peak of the backward pass.
       update: The bytes during the optimizer's step.
-      saved_bytes: All activations that the forward pass saves.
+      saved_bytes: The bytes of all activations that the forward pass saves.
       gpus: The number of GPUs.
     """
 
@@ -64,7 +66,7 @@ class MemoryEstimate:
 
     @property
     def phases(self) -> dict[Phase, Kinds]:
-        """The bytes of each phase."""
+        """The bytes at the peak of each phase, by the phase's name."""
         names: tuple[Phase, ...] = ("forward", "loss", "backward", "update")
         return {name: getattr(self, name) for name in names}
 

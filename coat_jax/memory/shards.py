@@ -16,10 +16,13 @@ from jaxtyping import Array
 from coat_jax.models import llama
 from pallas_kernels.dispatch.array_types import axis_names, parts_of
 
-# Mesh axes by what they split: the batch, the parameters and the batch, the experts,
-# the parameters and the batch, the parameters and sequences, and the heads and the
-# MLP's hidden layer.
-_AXES = ("data", "fsdp", "expert", "context", "tensor")
+_AXES = (
+    "data",  # Splits the batch.
+    "fsdp",  # Splits the batch and the parameters.
+    "expert",  # Splits the batch, the experts and the other parameters.
+    "context",  # Splits sequences and the parameters.
+    "tensor",  # Splits heads and the MLP's hidden layer.
+)
 _SHARDS = ("fsdp", "expert", "context")
 # The axis "tensor" splits the inputs of these weights, and the outputs of the others.
 _SPLIT_BY_INPUTS = ("out", "down")
@@ -28,7 +31,7 @@ _OF_EXPERTS = (("gate_up", 5), ("down", 4))
 
 
 def axis_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
-    """Returns the sizes of the mesh's axes."""
+    """Returns the size of each mesh axis by name; without a mesh, an empty dict."""
     if mesh is None:
         return {}
     if not isinstance(mesh, Mesh | AbstractMesh):
@@ -157,7 +160,7 @@ def _check_experts(config: llama.LlamaConfig, sizes: dict[str, int]) -> None:
 def with_local_experts(
     params: nnx.State, config: llama.LlamaConfig, sizes: dict[str, int]
 ) -> nnx.State:
-    """Returns the shapes of parameters with the experts of one GPU, for each layer."""
+    """Returns the parameters' shapes, with only one GPU's experts in each layer."""
     parts, experts = sizes.get("expert", 1), config.experts
     if parts == 1 or experts is None:
         return params
@@ -175,7 +178,7 @@ def with_local_experts(
 def checked_shardings(
     shardings: Any, params: nnx.State, mesh: Mesh | AbstractMesh
 ) -> Any:
-    """Returns the parameters' shardings, which are FSDP's by default."""
+    """Returns the given shardings after checks, or if they are None, the default."""
     if shardings is None:
         return jax.tree_util.tree_map_with_path(
             lambda path, p: NamedSharding(mesh, _spec(path, p, mesh)), params
@@ -191,11 +194,12 @@ def checked_shardings(
 
 
 def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
-    """Returns FSDP's shardings of parameters; axes that do not divide one are left out.
+    """Returns the parameters' default shardings, as in fully sharded data parallelism.
 
-    "fsdp", "expert" and "context" split the last axis but one of every matrix, or the
-    experts, and "tensor" heads and the MLP's hidden layer. An axis of a parameter is
-    split over the first of these, as many as divide it.
+    "fsdp", "expert" and "context" split the second-to-last axis of every matrix, or the
+    axis of experts, and "tensor" splits heads and the MLP's hidden layer. If the mesh
+    axes for an axis of a parameter do not divide its length, the last of them are left
+    out.
     """
 
     def sharding(path: Any, param: Any) -> NamedSharding:
@@ -207,7 +211,7 @@ def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def _dividing(mesh: Mesh | AbstractMesh, names: Any, size: int) -> Any:
-    """Returns as many of the mesh axes, from the first on, as divide `size`."""
+    """Returns the longest prefix of the mesh axes that together divide `size`."""
     names = axis_names(names)
     while names and size % _size(names, mesh):
         names = names[:-1]
@@ -220,10 +224,11 @@ def _size(names: Any, mesh: Mesh | AbstractMesh) -> int:
 
 
 def _spec(path: Any, param: Any, mesh: Mesh | AbstractMesh) -> P:
-    """Returns the spec that splits a matrix over "tensor" and the axes of parameters.
+    """Returns the spec of a parameter over "tensor" and the axes that split parameters.
 
-    Of the weights of experts "expert", "fsdp" and "context" split the experts, so that
-    each is quantized where it is. Codes are gathered over all but "expert".
+    In the weights of experts, "expert", "fsdp" and "context" split the axis of experts,
+    so that each expert is quantized where its weights are. The codes are gathered over
+    "fsdp" and "context".
     """
     names, tensor = _names(path), "tensor" in mesh.axis_names
     in_layer = "layers" in names
@@ -269,7 +274,7 @@ def shard_bytes(tree: Any, shardings: Any) -> Iterator[int]:
 
 
 def head_bytes(params: nnx.State, places: Any) -> int:
-    """Returns the bytes of the head, which the loss gathers if it is split."""
+    """Returns the bytes of the head that the loss gathers, 0 if it is not split."""
     name = "embedding" if params.get("head") is None else "head"
     [param], [sharding] = (jax.tree.leaves(tree[name]) for tree in (params, places))
     return 0 if sharding.is_fully_replicated else nbytes(param)

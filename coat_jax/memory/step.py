@@ -1,4 +1,4 @@
-"""The memory of a step on one GPU, by what exists during each operation."""
+"""The memory of a step on one GPU, from the arrays that exist at each operation."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -35,8 +35,8 @@ def estimate_step(
       whole: The parameters of the model and their shardings, on a mesh.
       gpus: The number of GPUs.
       layers: For a step of `coat.value_and_update`, the number of layers in each
-        parameter, which is 1 unless the parameter is under `coat.scan_layers`. None is
-        for a step after the backward pass.
+        parameter, which is 1 unless the parameter is under `coat.scan_layers`. None
+        means that the optimizer steps after the backward pass.
     """
     live = liveness(loss, params, *args)
     state = jax.eval_shape(optimizer.init, params)
@@ -66,7 +66,7 @@ def estimate_step(
         return tuple(array for array in moment if not is_stack(array))
 
     def is_stack(array: Held) -> bool:
-        """Returns whether an array is a stack of gradients that is never whole."""
+        """Returns whether an array is a stack of gradients that never exists whole."""
         is_gradient = kind_of(array, logits) == "gradients" and array.index < len(
             layers
         )

@@ -34,16 +34,17 @@ def scale_by_fp8_adam(
 
     It is `coat.with_quantized_state(optax.scale_by_adam(...))` with a fused step. Both
     moments take 2.07 bytes per parameter instead of 8. Parameters of fewer than 8,192
-    elements have float32 moments and are updated exactly as by optax, and so are
-    parameters that `quantize_mask` excludes, or whose moments would not become smaller
-    (a last axis of one element). Updates have the gradients' dtype.
+    elements have float32 moments and are updated exactly as by optax. The same holds
+    for parameters that `quantize_mask` excludes, and for parameters with a last axis of
+    one element, where 8 bits would make moments no smaller. Updates have the gradients'
+    dtype.
 
     The second moment has COAT's expansion (section 4.2), with a k for each group that
     follows the group's range. It is never negative, so the sign bit of its E4M3 codes
     serves as a fourth bit of the mantissa (`coat.UE4M4`). The first moment is stored as
     mu / sqrt(nu), since updates read this ratio. The ratio varies little within a
-    group, so one k serves all groups (3 for E4M3, a cube). Also, an error of nu does
-    not reach the update.
+    group, so one k serves all groups (3 for E4M3, a cube). Moreover, an error of nu
+    does not reach the update.
 
     The moments follow float32 moments for every b2. This has two reasons: scales are
     float32, and codes are rounded stochastically. The random bits are a function of
@@ -57,8 +58,8 @@ def scale_by_fp8_adam(
     As in `optax.scale_by_adam`, a gradient that is not finite spoils its element for
     good. Here, from the next step on, it spoils the whole group that shares the
     element's scale. `optax.apply_if_finite` skips a step with a gradient that is not
-    finite. A finite gradient whose square overflows makes its own update zero, as in
-    optax, and does not affect its neighbours.
+    finite. A finite gradient with a square that overflows makes its own update zero, as
+    in optax, and does not affect its neighbours.
 
     Args:
       b1: The decay rate of the first moment.
@@ -153,7 +154,7 @@ def fp8_adamw(
     granularity: PerGroup = PerGroup(128),
     rounding: Rounding = "stochastic",
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with both moments in FP8: `optax.adamw` in a quarter of its memory.
+    """Returns `optax.adamw` with both moments in FP8, in a quarter of its memory.
 
     It takes the arguments of `optax.adamw`, in the same order. See `scale_by_fp8_adam`
     for the other arguments and for how moments are stored.
@@ -169,7 +170,8 @@ def fp8_adamw(
       mask: The parameters that decay: a tree of bools (or a prefix of it), or a
         function from parameters to such a tree. None means all.
       nesterov: Whether to use Nesterov momentum.
-      quantize_mask: The parameters whose moments may be quantized; None means all.
+      quantize_mask: The parameters with moments that may be quantized: a tree or a
+        function like `mask`. None means all.
       normalize_mu: Whether to store the first moment divided by the square root of the
         second.
       mu_format: The format of the first moment, which must have a sign.

@@ -1,4 +1,4 @@
-"""Small arrays joined into one array: compiled once, and one kernel instead of many.
+"""Joins small arrays into one array, to compile and run one kernel instead of many.
 
 Adam's step on quantized moments consists of two hundred operations. Compiling them for
 each parameter of a model would take a minute. Compiling optax's Adam takes two seconds.
@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-# Elements of the largest array that is joined, since joining copies the arrays.
+# The size of the largest array that is joined, in elements. Joining copies arrays.
 _LARGEST = 2**22
 
 
 def batches(arrays: Sequence[Any], key: Callable[[int], Hashable]) -> list[list[int]]:
-    """Returns lists of indices of arrays to compute together; a large one is alone.
+    """Returns lists of indices of arrays to compute together; large arrays stay alone.
 
     Args:
       arrays: The arrays. Arrays on a mesh stay alone, since joining would move them.
-      key: A function of an index. Arrays are grouped if it has equal values for them.
+      key: A function of an array's index. Arrays of equal keys are grouped.
     """
     found: dict[Hashable, list[int]] = {}
     for j, x in enumerate(arrays):
@@ -33,9 +33,10 @@ def batches(arrays: Sequence[Any], key: Callable[[int], Hashable]) -> list[list[
 
 
 def join(arrays: Sequence[Array], group: int) -> Array:
-    """Joins arrays [..., n] into one, [groups, group].
+    """Joins arrays [..., n] into one array [groups, group].
 
-    A last group that is short is padded with zeros.
+    Each row of n elements is cut into groups of length `group`; a short last group is
+    padded with zeros.
     """
 
     def rows(x):

@@ -1,7 +1,7 @@
 """Adam's step on a large array, block by block, where no kernel runs.
 
 XLA computes the step in several passes over an array, because a scale needs the amax of
-its group. Between two passes it stores float32 arrays, seven of the parameter's size.
+its group. Between two passes it stores seven float32 arrays of the parameter's size.
 In a loop over blocks these arrays have the size of a block.
 """
 
@@ -17,13 +17,13 @@ from coat_jax.optimizers.batch import as_dtype, stored_dtype
 from pallas_kernels import AdamScalars, Moments
 from pallas_kernels.ops.adam.reference import GROUP
 
-# Elements of a block. Smaller ones are slower, because the work on a block is split
-# among the cores of a CPU.
+# The number of elements of a block. Smaller blocks are slower, because the work on a
+# block is split among the cores of a CPU.
 _BLOCK = 2**20
 
 
 def has_blocks(shape: tuple[int, ...]) -> bool:
-    """Returns whether `adam_in_blocks` cuts an array of this shape into blocks."""
+    """Returns whether an array of this shape is larger than a block."""
     rows, width = _view(shape)
     return rows > max(1, _BLOCK // width)
 

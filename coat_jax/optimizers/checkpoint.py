@@ -1,6 +1,7 @@
-"""Conversion of quantized states to optax's and back, and checks of restored ones.
+"""Conversion of quantized states to optax's and back, and checks of restored states.
 
-`check_restored` refuses a state that is damaged or of other options, whatever read it.
+`check_restored` refuses a state that is damaged or that was saved with other options of
+the optimizer, whichever library restored it.
 """
 
 from collections.abc import Callable
@@ -45,15 +46,15 @@ def to_optax_state(state: Any) -> Any:
 def from_optax_state(state: Any, like: Any) -> Any:
     """Replaces optax's states by quantized ones; undoes `to_optax_state`.
 
-    Codes are rounded to nearest. In a floating format with one exponent k of the range
-    expansion for all groups, they are the codes from before `to_optax_state`. With an
-    exponent for each group, it is computed again from the rounded extremes of the
-    group, and averages are rounded once more.
+    Codes are rounded to nearest. In a floating format, if all groups share one k of the
+    range expansion, they equal the codes from before `to_optax_state`. If each group
+    has its own k, this k is computed again from the rounded extremes of the group, and
+    averages are rounded once more.
 
     Args:
       state: A tree that contains optax's states, such as `optax.adamw`'s.
       like: The corresponding state with quantized averages: `tx.init(params)` or
-        `jax.eval_shape(tx.init, params)`. Only its shapes are read.
+        `jax.eval_shape(tx.init, params)`. Its values are not read.
 
     Raises:
       ValueError: If the trees or the shapes of an average differ. The message names the
@@ -79,15 +80,16 @@ def from_optax_state(state: Any, like: Any) -> Any:
 def check_restored(state: Any, like: Any) -> None:
     """Checks that an optimizer can go on with a restored state.
 
-    Readers of checkpoints check little: `flax.serialization` passes on anything in
-    place of a plain array, and pickle and orbax do not know what values a state can
-    have. Use this where the file may be damaged, or may have been saved with other
-    options of the optimizer or by a later version of this library.
+    Readers of checkpoints check little: `flax.serialization` accepts any value in place
+    of a plain array, and pickle and orbax do not know which values of a state are
+    valid. Use this where the file may be damaged, or may have been saved with other
+    options of the optimizer or by another version of this library.
 
     Args:
       state: A restored state, or any tree that contains such states.
-      like: The same tree, new: `tx.init(params)` or `jax.eval_shape(tx.init, params)`.
-        Its structure, shapes, dtypes and formats are read, no values.
+      like: The same tree as it is before the first step: `tx.init(params)` or
+        `jax.eval_shape(tx.init, params)`. Its structure, shapes, dtypes and formats are
+        read, but not its values.
 
     Raises:
       ValueError: If the trees differ in structure; if an array differs in shape, dtype,
@@ -166,7 +168,7 @@ def _check_array(name: str, x: Any, like: Any) -> None:
 
 
 def wrong_value(scale: Any, exponent: Any) -> str | None:
-    """Returns the rule that a scale or an exponent breaks, with its value, or None."""
+    """Returns a message on an invalid value of a scale or an exponent, or None."""
     scale, exponent = _values(scale), _values(exponent)
     if scale is not None:
         scale = scale.astype(np.float32)
@@ -189,7 +191,8 @@ def _values(x: Any) -> np.ndarray | None:
 def _wide(state: QuantizedState) -> Any:
     """Returns the inner transformation's state, with averages in float32.
 
-    Arrays that are in NNX variables in `state` are so in the result, too.
+    Arrays that are in boxes in `state`, such as NNX variables, are in boxes in the
+    result, too.
     """
     inner = state.inner_state
     like = jax.tree.map(
@@ -199,7 +202,7 @@ def _wide(state: QuantizedState) -> Any:
 
 
 def _converted(path: Any, like: Any, new: Any) -> Any:
-    """Converts optax's state at `path` to the quantized state that `like` is."""
+    """Converts optax's state at `path` to a quantized state like `like`."""
     name = f"state{keystr(path)}"
     if not isinstance(like, QuantizedState):
         if is_state(new):
@@ -228,7 +231,7 @@ def _check_shapes(name: str, state: Any, like: Any) -> None:
 
 
 def describe(x: ArrayLike | None) -> str:
-    """Returns an array's dtype and shape, and the type and value of anything else."""
+    """Describes an array by dtype and shape, and anything else by type and value."""
     if x is None or is_quantized(x):
         return "None" if x is None else "a QuantizedArray"
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
@@ -237,5 +240,5 @@ def describe(x: ArrayLike | None) -> str:
 
 
 def described(value: Any) -> str:
-    """Returns the beginning of a value as text."""
+    """Returns the first 300 characters of a value as text."""
     return f"{value!s:.300}"

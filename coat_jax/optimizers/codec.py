@@ -18,14 +18,13 @@ from pallas_kernels.ops.adam.reference import LARGEST_NU, inverse_root
 
 
 def dequantized(inner_state: Any, layout: Layout) -> Any:
-    """Returns a state in which all averages are float32 and none is divided by a root.
+    """Dequantizes all averages of a state to float32, and undoes divisions by roots.
 
     A moment stored as mu / sqrt(nu) is multiplied by sqrt(nu).
 
     Raises:
-      ValueError: If an average is stored without range expansion. No optimizer does
-        this: it means that a checkpoint without exponents was read as one with
-        exponents.
+      ValueError: If an average is stored without range expansion. No optimizer stores
+        it so: the checkpoint has no exponents, but was read as one with exponents.
     """
     leaves, treedef = jax.tree.flatten_with_path(inner_state, is_leaf=is_quantized)
     stored = {path: leaf for path, leaf in leaves if is_quantized(leaf)}
@@ -48,11 +47,11 @@ def dequantized(inner_state: Any, layout: Layout) -> Any:
 def quantized(
     inner_state: Any, like: Any, layout: Layout, step: Array | None = None
 ) -> Any:
-    """Quantizes the averages of a state that `like` has in 8 bits, as `like` has them.
+    """Quantizes the averages of a state that are quantized in `like`, in the same way.
 
     Args:
       inner_state: A state of the inner transformation, in float32.
-      like: The same state with quantized averages, of which values do not matter.
+      like: The same state with quantized averages. Its values are not read.
       layout: The storage of the state's fields.
       step: The number of the step, on which random bits depend if the layout asks for
         stochastic rounding. None rounds to nearest.
@@ -93,7 +92,7 @@ def _encoded(
     granularity: PerGroup,
     noise: Array | None,
 ) -> QuantizedArray:
-    """Quantizes an average as `moment` says; `over` is the second moment, or None."""
+    """Quantizes an average as `moment` says, over the root of `over` if not None."""
     x = x.astype(jnp.float32)
     if over is not None:
         x = x * inverse_root(over.astype(jnp.float32))

@@ -1,8 +1,8 @@
 """A whole optimizer step in one pass over the parameters.
 
 In an optax chain, each transformation reads updates from memory and writes them back
-for the next one. `fused_update` passes an extra argument, which optax's wrappers hand
-on, to the `fp8_adamw` inside of a chain. It asks `fp8_adamw` to apply its updates
+for the next one. `fused_update` calls the chain with an extra argument, which optax's
+wrappers hand on to `fp8_adamw`. The argument asks `fp8_adamw` to apply its updates
 itself. `fp8_adamw` then returns the parameters after the step in place of updates.
 """
 
@@ -41,7 +41,7 @@ def fused_update(
     of other transformations, in an `optax.partition`, are applied as by optax.
 
     Args:
-      tx: An optimizer whose last transformation is `fp8_adamw`.
+      tx: An optimizer that ends in `fp8_adamw`.
       grads: Gradients.
       state: The optimizer's state.
       params: Parameters.
@@ -89,7 +89,8 @@ def requested_update(
     """Computes `fused_update` with the key and the stacks of a request.
 
     Raises:
-      NotFusedError: If `fp8_adamw` steps none of all parameters.
+      NotFusedError: If `fp8_adamw` steps no parameter, except for a request with
+        `is_part`.
     """
     tx = optax.with_extra_args_support(tx)
     updates, state = tx.update(grads, state, params, coat_fused=request, **extra_args)
@@ -116,8 +117,8 @@ class FusedRequest:
     Attributes:
       key: The key of stochastic rounding, or None.
       stacks: The stacks that parameters and moments are slices of, or None.
-      is_part: Whether the step is of some parameters only, which may all be ones that
-        `fp8_adamw` does not step.
+      is_part: Whether the step is of a part of the parameters. `fp8_adamw` may then
+        step no parameter at all.
     """
 
     key: Key[Array, ""] | None
@@ -126,13 +127,13 @@ class FusedRequest:
 
 
 class NotFusedError(ValueError):
-    """Raised if an optimizer cannot apply its updates itself; says why."""
+    """Raised if an optimizer cannot apply its updates itself; the message says why."""
 
 
 class Applied:
     """A parameter after its step, in the place where optax expects an update.
 
-    It raises an error if anything computes with it.
+    Arithmetic on it, and reading any other attribute, raise `NotFusedError`.
     """
 
     def __init__(self, param: Array):
@@ -154,7 +155,7 @@ def fused_adamw(
     state: tuple[optax.OptState, ...],
     params: optax.Params,
 ) -> tuple[Any, tuple[optax.OptState, ...]]:
-    """Computes the update of `fp8_adamw` with parameters already updated.
+    """Computes the step of `fp8_adamw`; returns new parameters in place of updates.
 
     Weight decay and learning rate come from optax's own transformations, called on
     numbers: `decay` maps the update 0 for the parameter 1 to the weight decay, and

@@ -31,9 +31,9 @@ class ArrayHealth:
       size: The number of elements, of one layer if layers are stacked.
       amax: The largest magnitude; infinite or NaN if an element is.
       zero_share: The share of elements that are zero.
-      saturated_share: The share of elements that are too large for the largest code, by
-        more than rounding.
-      underflow_share: The share of elements that are not zero, but whose code is.
+      saturated_share: The share of elements that are too large to round to the largest
+        code, so that they saturate.
+      underflow_share: The share of elements that are not zero and round to zero.
     """
 
     path: str = dataclasses.field(metadata={"static": True})
@@ -44,7 +44,7 @@ class ArrayHealth:
     underflow_share: Float[Array, "*layers"]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yields a flat record for the array, or for each layer, with its number."""
+        """Yields a flat record for the array, or for each layer with its index."""
         names = ("amax", "zero_share", "saturated_share", "underflow_share")
         values = {name: getattr(self, name) for name in names}
         row: dict[str, Any] = {"path": self.path, "size": self.size}
@@ -59,7 +59,7 @@ class ArrayHealth:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HealthReport:
-    """Statistics of a tree's arrays; a pytree, and prints as a table.
+    """Statistics of a tree's arrays; a pytree that prints as a table.
 
     Attributes:
       arrays: One entry for each floating or quantized array, in the tree's order.
@@ -104,7 +104,7 @@ def health_report(
     gradients, an optimizer's state, or activations, such as those that a Flax module
     sows. Arrays that are empty or not floating are left out.
 
-    Statistics are of the codes that the library would compute of the array in a role:
+    Statistics describe the codes to which the library quantizes an array in its role:
 
     | role         | format | scale                                    |
     |--------------|--------|------------------------------------------|
@@ -112,25 +112,26 @@ def health_report(
     | `"saved"`    | E4M3   | one for each 16 neighbours of a row      |
     | `"gradient"` | E5M2   | per tensor, a power of two               |
 
-    Scales follow from the array's own amax, so that nothing saturates unless `amax` is
-    given, as a delayed scale is given by earlier steps.
+    Scales follow from the array's own amax, so that nothing saturates, unless `amax` is
+    given, as in delayed scaling, where the amax is from earlier steps.
 
-    An array that is quantized already, such as a moment, has a code for each element.
-    There `saturated_share` is the share of codes at the format's maximum, and
-    `underflow_share` the share of zero codes, whether or not the elements were zero
-    before. Each group has one code near the maximum.
+    For an array that is quantized already, such as a moment, statistics are of the
+    stored codes. There `saturated_share` is the share of codes at the format's maximum,
+    and `underflow_share` the share of zero codes, whether or not the elements were zero
+    before. Each group has at least one code near the maximum.
 
     Args:
       tree: A pytree of arrays.
       role: The role in which the arrays would be quantized.
       stacked: Names of subtrees whose arrays have an axis of layers in front, such as
-        "layers". They get statistics for each layer.
+        "layers". These arrays get statistics for each layer.
       amax: The amax that scales follow from, in the role "gradient". None means each
         array's own.
 
     Raises:
       ValueError: If the role is unknown, the tree has no floating array, no array is
-        in a subtree of `stacked`, or `amax` is given in another role.
+        in a subtree of `stacked`, an array in such a subtree has no axes, or `amax` is
+        given in another role.
 
     Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -212,7 +213,7 @@ def _of_codes(q: QuantizedArray) -> dict[str, Float[Array, ""]]:
 def _scaled(
     x: Float[Array, "... n"], amax: Any, role: Role
 ) -> tuple[Format, Float[Array, "... n"]]:
-    """Returns the format of the codes, and the magnitude of `x` over its scales."""
+    """Returns the format of the codes, and the magnitude of `x` divided by scales."""
     size = jnp.abs(normal(x))
     if role == "gradient":
         largest = magnitude(x) if amax is None else jnp.float32(amax)

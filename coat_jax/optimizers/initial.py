@@ -22,14 +22,14 @@ from coat_jax.optimizers.state import VERSION, Layout, QuantizedState, Rounding
 from coat_jax.optimizers.trees import by_path, in_boxes, is_box, unboxed
 from coat_jax.quantization.granularity import PerGroup
 
-# Parameters of fewer elements have float32 moments. They are norms and biases, a
-# fraction of a percent of a model and its most sensitive parameters. XLA computes the
-# steps of all of them in one kernel.
+# Parameters of fewer elements have float32 moments. These are the scales of norms and
+# biases, a fraction of a percent of a model and its most sensitive parameters. XLA
+# computes the steps of all of them in one kernel.
 MIN_QUANTIZED_SIZE = 8192
 
 
 class Choices(NamedTuple):
-    """The arguments of `with_quantized_state` by which moments are stored."""
+    """The arguments of `with_quantized_state` that say how moments are stored."""
 
     moments: Mapping[str, Moment | None]
     quantize_mask: Any
@@ -37,7 +37,12 @@ class Choices(NamedTuple):
     rounding: Rounding
 
     def of(self, record: str, field: str) -> Moment | str | None:
-        """Returns a field's storage: a `Moment`, None for float32, or "unknown"."""
+        """Returns a field's storage: a `Moment`, None for float32, or "unknown".
+
+        Args:
+          record: The type name of the named tuple that has the field.
+          field: The name of the field.
+        """
         if field in self.moments:
             return self.moments[field]
         return KNOWN.get(record, {}).get(field, "unknown")
@@ -102,9 +107,9 @@ def _not_smaller(
     granularity: PerGroup,
     dtypes: Mapping[Path, np.dtype],
 ) -> set[Path]:
-    """Returns the parameters whose moments would be no smaller in 8 bits.
+    """Returns the paths of parameters with moments that 8 bits would not make smaller.
 
-    A row of one element has a scale for each code.
+    In a row of one element there is a scale for each code.
     """
     saved_bytes: dict[Path, int] = defaultdict(int)
     for path, (place, moment) in chosen.items():
@@ -118,8 +123,8 @@ def _not_smaller(
 def _shared(zeros: Callable) -> Callable:
     """Wraps `zeros` to return the same arrays for all parameters of one type.
 
-    It does so for tracers alone. Each result of a jitted function has its own memory,
-    and XLA compiles a model's zeros once for all parameters of a shape.
+    Arrays are shared only if parameters are tracers, that is under jit. XLA then
+    compiles zeros once for each type, and each result still has its own memory.
     """
     known: dict[Any, Any] = {}
 

@@ -27,7 +27,7 @@ class Moment:
         is stored divided by the root of that moment, because updates read this ratio.
         The elements of the ratio differ less within a group, and an error of the second
         moment does not reach the update. None stores the average itself.
-      squares: Whether the average is a mean of squares, whose root updates read.
+      squares: Whether the average is a mean of squares. Updates read its root.
 
     Raises:
       ValueError: If `power` is not positive, or `format` is not a `Format`.
@@ -59,7 +59,7 @@ SQUARES = Moment(format=UE4M4, squares=True)
 
 
 def over_root(field: str, format: Format = E4M3) -> Moment:
-    """Returns the storage of a first moment, divided by the root of a second one."""
+    """Returns the storage of a first moment, divided by the root of moment `field`."""
     return Moment(format=format, power=format.power, over_root_of=field)
 
 

@@ -30,7 +30,7 @@ _layer: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def layer_of_stacks(layer: Int32[Array, ""]) -> Iterator[None]:
-    """Makes random bits of a layer [1, ...] equal to its bits in a stack of layers.
+    """Gives layers [1, ...] the random bits that they have in their stacks of layers.
 
     Args:
       layer: The index of the parameters' layer in the stacks.
@@ -55,8 +55,8 @@ def random_words(
       stream: The parameter's number; see `stream_of`.
       shape: The parameter's shape.
     """
-    # Behind a barrier the stream is an operand. As a constant it would give each
-    # parameter its own code, while similar parameters should share compiled code.
+    # The barrier makes the stream an operand. A constant would give each parameter its
+    # own code, while similar parameters should share compiled code.
     stream = lax.optimization_barrier(stream)
     return rounding.random_words(seed_of(step), stream, _groups(shape))
 
@@ -70,8 +70,8 @@ def stream_of(path: Any, like: Array) -> UInt32[Array, ""]:
     """Returns a number that is different for each parameter.
 
     Within `shard_map` it is also different for shards along the mesh axes over which
-    `like` varies, and along no other axis. So replicas stay equal to the bit. Within
-    `layer_of_stacks` it is the number of the layer's first group.
+    `like` varies, and along no other axis. So replicas stay equal bit for bit. Within
+    `layer_of_stacks` it includes the index of the layer's first group in the stack.
 
     Args:
       path: The parameter's position in its tree, a JAX key path without NNX variables.
@@ -89,7 +89,11 @@ def _groups(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _groups_before(groups: int) -> Array | np.uint32:
-    """Returns how many groups a stack's earlier layers have; see `layer_of_stacks`."""
+    """Returns the number of groups in earlier layers of a stack, 0 without a stack.
+
+    Args:
+      groups: The number of groups in one layer.
+    """
     layer = _layer.get()
     if layer is None:
         return np.uint32(0)
@@ -99,9 +103,14 @@ def _groups_before(groups: int) -> Array | np.uint32:
 def random_words_of_batch(
     step: Int32[Array, ""], paths: Sequence[Any], groups: Sequence[int]
 ) -> UInt32[Array, "g 1"]:
-    """Returns `random_words` of several arrays, of `groups` groups each, as one column.
+    """Returns the `random_words` of several arrays as one column.
 
     It compiles fastest if arrays with the same number of groups are neighbours.
+
+    Args:
+      step: The number of the step.
+      paths: The path of each array's parameter; see `stream_of`.
+      groups: The number of groups of each array.
     """
     names, start, places = seed_of(step) + np.stack(list(map(_name, paths))), 0, []
     for count, same in itertools.groupby(groups):

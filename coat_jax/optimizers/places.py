@@ -10,7 +10,8 @@ from jax.tree_util import GetAttrKey
 from coat_jax.optimizers.moment import KNOWN
 
 Path = tuple[Any, ...]
-# Fields of `optax.inject_hyperparams`, with names that a parameter may have, too.
+# Fields of the state of `optax.inject_hyperparams`. Their leaves may have the names of
+# parameters, but belong to no parameter.
 _HYPERPARAMETERS = ("hyperparams", "hyperparams_states")
 
 
@@ -27,12 +28,12 @@ def fields_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
 def field_of(
     path: Path, shape: tuple[int, ...], params: Mapping[Path, Any], fields: Mapping
 ) -> tuple[Path | None, Path]:
-    """Returns the field of a state that a leaf is in, and its parameter's path.
+    """Splits a leaf's path into the path of a state's field and a parameter's path.
 
-    The path of a leaf is a field's path followed by the path of a parameter of the
-    leaf's shape. Fields that `KNOWN` lists come first, because a parameter may lie in
-    a container whose fields have the names of a state's. Otherwise the longest path of
-    a parameter is taken. If there is none, the field is None.
+    The parameter must have the leaf's shape. A split at a field that `KNOWN` lists is
+    preferred, because parameters may be in a container with fields of the same names as
+    a state's. Otherwise the split with the longest path of a parameter is taken. If no
+    split fits, the field is None and the parameter's path is ().
 
     Args:
       path: The path of the leaf in the state.
@@ -57,8 +58,9 @@ def owner_of(
 ) -> Path | None:
     """Returns the path of the parameter that a leaf of a state belongs to, or None.
 
-    The path is the longest end of the leaf's path that leads through the same named
-    tuples as in the parameters. Shapes do not count, as factored moments have others.
+    The parameter's path is the longest suffix of the leaf's path that leads through the
+    same named tuples as in the parameters. Shapes are not compared, because factored
+    moments have other shapes than their parameters.
 
     Args:
       path: The path of the leaf in the state.

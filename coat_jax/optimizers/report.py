@@ -81,7 +81,7 @@ class MomentStats:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MomentReport:
-    """Statistics of a state's quantized moments; a pytree, and prints as a table.
+    """Statistics of a state's quantized moments; a pytree that prints as a table.
 
     Attributes:
       moments: One entry for each parameter and moment, in the state's order.
@@ -129,11 +129,11 @@ def moment_report(state: Any) -> MomentReport:
     square of the error. In floating formats the error is within a tenth of the truth
     for moments with a smooth distribution.
 
-    A code of zero counts as exact if each group has its own k. If all groups share one
-    k, it stands for any number that rounds to zero. Saturation and errors that are left
-    from earlier steps are not counted. If the first moment is stored divided by
-    sqrt(nu) (`normalize_mu`), an error of the second does not reach u itself. It only
-    changes the weights of old gradients against new ones.
+    A zero code counts as exact if each group has its own k. If all groups share one k,
+    a zero code stands for any number that rounds to zero. Saturation and errors that
+    are left from earlier steps are not counted. If the first moment is stored divided
+    by sqrt(nu) (`normalize_mu`), an error of the second does not reach u itself. The
+    error only changes the weights of old gradients relative to new ones.
 
     Args:
       state: A `QuantizedState` or any tree that contains some, such as the state of
@@ -159,7 +159,7 @@ def moment_report(state: Any) -> MomentReport:
     mesh = array_types.mesh_of(states)
     if mesh is None or not mesh.explicit_axes:
         return _report(states)
-    # Types have no place for what lookups in tables and loops over layers read.
+    # Lookups in tables and loops over layers do not support explicit mesh axes.
     run = jax.sharding.auto_axes(
         _report, axes=mesh.explicit_axes, out_sharding=NamedSharding(mesh, P())
     )
@@ -191,8 +191,8 @@ def _means(
 ) -> list[dict[str, Float[Array, ""]]]:
     """Computes means over the elements of each of a parameter's moments.
 
-    XLA stores float32 arrays of a moment's size between two sums. A loop over the
-    layers of a stack lets them have the size of a layer.
+    XLA stores float32 arrays of a moment's size between two sums. In a loop over the
+    layers of a stack, these arrays have the size of a layer.
     """
 
     def of_layer(bits: list[QuantizedArray]) -> list[dict[str, Array]]:
@@ -209,12 +209,12 @@ def _means(
 
 
 def _with_codes(q: QuantizedArray, dtype: jnp.dtype) -> QuantizedArray:
-    """Returns an array with the same bits of codes in another dtype."""
+    """Returns an array with its codes bitcast to `dtype`."""
     return dataclasses.replace(q, codes=as_dtype(q.codes, dtype))
 
 
 def _weights(moments: dict[Any, QuantizedArray], layout: Layout) -> Array | None:
-    """Computes u^2 of u = mu / sqrt(nu), or returns None unless there are both."""
+    """Computes (mu / sqrt(nu))^2; returns None unless both moments are quantized."""
     kinds = dict(layout.moments)
     first = [f for f in moments if not kinds[f].squares]
     second = [f for f in moments if kinds[f].squares]
@@ -288,8 +288,8 @@ def _stats(
 def _lost(q: QuantizedArray, rounding: Rounding) -> Float[Array, "..."]:
     """Computes the mean square of numbers that round to zero, for each group.
 
-    It is for groups that share one k. Let s be the smallest number above zero that the
-    codes of a group stand for. With stochastic rounding, a number x up to s becomes
+    All groups must share one k. Let s be the smallest number above zero that the codes
+    of a group stand for. With stochastic rounding, a number x up to s becomes
     zero with the probability 1 - x / s, so that the mean square is s^2 / 6. With
     rounding to nearest, all numbers below an edge e become zero, so that it is e^2 / 3.
     """
@@ -306,7 +306,7 @@ def _of_elements(groups: Float[Array, "..."], q: QuantizedArray) -> Array:
 
 
 def share(where: Bool[Array, "... n"]) -> Float[Array, ""]:
-    """Computes the share of True.
+    """Computes the share of elements that are true.
 
     Rows are counted in integers, since float32 cannot count beyond 2**24.
     """
@@ -346,7 +346,7 @@ def _rounding_errors(format: Format) -> Float[np.ndarray, "256"]:
 
 
 def _span(stats: MomentStats) -> str:
-    """Returns the k to print: the shared one, or the range of the groups' own."""
+    """Returns the k to print: one number, or the range if each group has its own k."""
     if stats.k_counts is None:
         return f"{stats.power:g}"
     used = np.flatnonzero(stats.k_counts)

@@ -29,14 +29,14 @@ from pallas_kernels.dispatch.array_types import axis_names, parts_of
 def opt_state_sharding(
     tx: optax.GradientTransformation, params_abstract: Any, params_sharding: Any
 ) -> Any:
-    """Returns the shardings of an optimizer's state, given those of the parameters.
+    """Returns the shardings of an optimizer's state, given the parameters' shardings.
 
-    An array with a parameter's place and shape, such as a moment or an accumulated
-    gradient, has the parameter's sharding. The scales and exponents of FP8 moments have
-    it, too, if each device holds whole groups of the last axis. All other arrays are
-    replicated on every device.
+    An array at a parameter's path and with its shape, such as a moment or an
+    accumulated gradient, has the parameter's sharding. The scales and exponents of FP8
+    moments have this sharding without the mesh axes that would cut groups of the last
+    axis. All other arrays are replicated on every device.
 
-    Also pass these shardings and the parameters' to a jitted step as `out_shardings`.
+    Pass these shardings and the parameters' to a jitted step as `out_shardings`, too.
     Otherwise XLA pairs donated arrays with any results of the same shape and dtype, not
     with their next values, and must copy the arrays that it mixed up.
 
@@ -110,7 +110,7 @@ def zeros_like(
 ) -> Any:
     """Returns a moment of zeros for a parameter, on the parameter's devices.
 
-    If `moment` is None the moment is an array of `dtype`.
+    If `moment` is None, the result is an array of `dtype` that is not quantized.
     """
     if moment is None:
         return jnp.zeros_like(param, dtype)

@@ -35,7 +35,7 @@ class Layout:
     rounding: Rounding
 
     def as_dict(self) -> dict[str, str]:
-        """Returns the layout by names, for messages and files."""
+        """Returns the layout as a dict of strings, for messages and files."""
         moments = {keystr(field): str(moment) for field, moment in self.moments}
         return moments | {"rounding": self.rounding}
 
@@ -53,7 +53,7 @@ class Layout:
         return path, None, ()
 
     def second_moment(self, path: Path) -> Path | None:
-        """Returns the path of the second moment whose root divides a leaf, or None."""
+        """Returns the path of the second moment that divides a leaf, or None."""
         field, moment, place = self.split(path)
         if moment is None or moment.over_root_of is None:
             return None
@@ -68,7 +68,7 @@ class QuantizedState(NamedTuple):
         `QuantizedArray`s, or float32 arrays if they are small or masked out.
       rounding_step: The number of updates so far, int32. The random bits of rounding
         depend on it.
-      version: The version of this form, int32.
+      version: The version of the state's format, int32.
       layout: The storage of the fields.
     """
 
@@ -81,7 +81,7 @@ class QuantizedState(NamedTuple):
     def count(self) -> Any:
         """The inner state's `count`.
 
-        `__getattr__` does not forward it, because tuples have a method of that name.
+        `__getattr__` is not called for it, because tuples have a method of this name.
         """
         return self.inner_state.count
 
@@ -104,7 +104,8 @@ def states_in(tree: Any) -> list[QuantizedState]:
 def next_state(state: QuantizedState, inner_state: Any, given: Any) -> QuantizedState:
     """Returns the state after a step.
 
-    Averages are put into NNX variables if the gradients `given` are in such variables.
+    Averages are put into boxes, such as NNX variables, if the gradients `given` are in
+    such boxes.
     """
     boxes = by_path(given, is_leaf=is_box)
     inner_state = in_boxes(inner_state, boxes)
@@ -124,7 +125,11 @@ def check_state(state: Any) -> None:
 
 
 def check_gradients(grads: Any, state: QuantizedState) -> None:
-    """Raises ValueError unless gradients match the moments by path and shape."""
+    """Raises ValueError unless gradients match the moments by path and shape.
+
+    Gradients must also be floating, and quantized moments must have codes in the dtype
+    of their format.
+    """
     found = by_path(grads)
     for path, grad in found.items():
         if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):

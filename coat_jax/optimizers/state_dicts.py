@@ -1,8 +1,8 @@
 """State dicts of quantized arrays and states, for `flax.serialization`.
 
-Importing this module registers them; `coat_jax.serialization` does so. `to_bytes`,
-`from_bytes` and state dicts preserve every bit. They refuse a target that would read
-the codes in another way than they were written.
+Importing this module registers the conversions; `coat_jax.serialization` imports it.
+`to_bytes`, `from_bytes` and state dicts preserve every bit. Restoring raises ValueError
+if the target would decode the codes differently.
 """
 
 import dataclasses

@@ -89,8 +89,8 @@ class Target(NamedTuple):
       param: The parameter.
       learning_rate: The factor of the whole step.
       decay: The weight decay.
-      salt: A number from which the random bits to round a bfloat16 parameter are made,
-        so that they differ from those of its moments. None rounds to nearest.
+      salt: A number for the random bits that round a bfloat16 parameter, which makes
+        them differ from its moments' bits. None rounds to nearest.
     """
 
     param: Array
@@ -121,7 +121,7 @@ class Target(NamedTuple):
 
 
 class Stacks:
-    """The stacks of layers from which a step gets slices [1, ...].
+    """The stacks of layers that a step gets slices [1, ...] of.
 
     A slice is recognized by its identity as an object. If a transformation returns
     another object, the step is computed on slices.
@@ -212,7 +212,7 @@ def adam_step(
 
 
 class _Leaf(NamedTuple):
-    """The arrays of one parameter."""
+    """The gradient, the moments and the target of one parameter."""
 
     path: tuple
     grad: Array
@@ -222,7 +222,7 @@ class _Leaf(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Returns whether the kernel, or its reference, can take this leaf."""
+        """True if the kernel, or its reference, can take this leaf."""
         if not (is_quantized(self.mu) and is_quantized(self.nu)):
             return False
         arrays = [self.grad] + ([] if self.target is None else [self.target.param])
@@ -261,7 +261,10 @@ def _check_parameter(leaf: _Leaf) -> None:
 def _fused_leaves(
     scalars: AdamScalars, rows: list[_Leaf], step: Array, stacks: Stacks | None
 ) -> dict:
-    """Computes the step of the leaves that the kernel, or its reference, can take."""
+    """Computes the step of the leaves that the kernel, or its reference, can take.
+
+    It returns the results by the leaves' indices.
+    """
 
     def kind(leaf):
         if leaf.target is None:

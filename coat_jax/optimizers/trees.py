@@ -23,12 +23,12 @@ _SPECS = ("out_sharding", "sharding_names", "sharding")
 
 
 def is_quantized(leaf: Any) -> bool:
-    """Returns whether a leaf is a moment in 8 bits; an `is_leaf` of JAX's functions."""
+    """Returns whether a leaf is a moment in 8 bits; for use as `is_leaf`."""
     return isinstance(leaf, QuantizedArray)
 
 
 def is_box(x: Any) -> bool:
-    """Returns whether a node is an NNX variable or a box of Linen, as an `is_leaf`."""
+    """Returns whether a node is an NNX variable or a box of Linen, for `is_leaf`."""
     return is_variable(x) or isinstance(x, _flax("core.meta", "AxisMetadata"))
 
 
@@ -44,7 +44,7 @@ def _is_partitioned(x: Any) -> bool:
 def _flax(module: str, name: str) -> tuple[type, ...]:
     """Returns a class of Flax in a tuple, which is empty if Flax is not imported.
 
-    Objects of Flax exist only after its import, so the optimizer does not import it.
+    Objects of Flax exist only if Flax is imported, so this module need not import it.
     """
     imported = sys.modules.get(f"flax.{module}")
     return () if imported is None else (getattr(imported, name),)
@@ -125,9 +125,10 @@ def _of_groups(box: Any, x: Any, moment: QuantizedArray) -> Any:
 
 
 def _spec_of_groups(spec: Any, moment: QuantizedArray) -> Any:
-    """Returns a parameter's spec, without its last axis if devices cut groups of it.
+    """Returns the spec of a moment's scales: the parameter's, if groups stay whole.
 
-    Without a mesh in context it is not known whether they do, so it has no last axis.
+    If mesh axes cut groups of the last axis, or if no mesh in context has these mesh
+    axes, the spec of the last axis is None.
     """
     if len(spec) < len(moment.shape) or spec[-1] is None:
         return spec

@@ -32,22 +32,23 @@ def with_quantized_state(
     and how to store them. For other transformations, name the fields in `moments`.
     Counts, keys and copies of parameters are not quantized.
 
-    An average over n steps follows the one in float32. Its codes are rounded
-    stochastically, so that no average stalls, however little a step moves it, and each
-    rounding is right on average. The random bits are a function of the step, the
-    parameter's path and the element. Under jit they are the same for every sharding,
-    and a resumed run repeats them. Within `shard_map` they depend on the position
-    within the shard.
+    An average over any number of steps follows the same average in float32. Its codes
+    are rounded stochastically, so that no average stalls, however little a step moves
+    it, and each rounding is right on average. The random bits are a function of the
+    step, the parameter's path and the element. Under jit they are the same for every
+    sharding, and a resumed run repeats them. Within `shard_map` they depend on the
+    position within the shard.
 
     Args:
       inner: Any transformation whose state has the parameters' structure.
-      moments: A `coat.Moment` for each field of the state that is not to be stored in
-        the known way, by the field's name. None leaves a field unquantized.
+      moments: The storage of fields of the state that are not known or are not to be
+        stored in the known way: a `coat.Moment` by the field's name. None in place of a
+        `coat.Moment` leaves a field unquantized.
       quantize_mask: A tree of bools with the structure of the parameters (or a prefix
         of it), or a function from parameters to such a tree. False means that a
-        parameter's moments stay as optax has them, and so do those of parameters of
-        fewer than 8,192 elements, or that 8 bits would not make smaller. None means
-        True for all.
+        parameter's moments stay as optax has them. The moments of parameters of fewer
+        than 8,192 elements stay so as well, and moments that 8 bits would not make
+        smaller. None means True for all.
       granularity: Groups along the last axis that share a scale and an exponent.
       rounding: "stochastic", or "nearest" as in COAT (arXiv 2410.19313). With
         "nearest", averages over 100 steps or more stall.
@@ -57,10 +58,11 @@ def with_quantized_state(
       gradients' dtypes.
 
     Raises:
-      ValueError: If an option is invalid, or `moments` names a field that the state
-        does not have or that does not start at zero. `init` raises it for complex
-        parameters. `update` raises it for gradients that are not floating or whose
-        shape is not that of their moments.
+      TypeError: If `inner` is not an optax transformation.
+      ValueError: If an option is invalid. `init` raises it if `moments` names a field
+        that the state does not have or that does not start at zero, and for complex
+        parameters. `update` raises it for gradients that are not floating or have
+        another shape than their moments.
 
     Warns:
       UserWarning: If a field of the state has the parameters' shapes, but is neither

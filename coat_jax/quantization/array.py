@@ -47,8 +47,8 @@ class QuantizedArray:
 
     It stands for `codes * scale`, or with range expansion for
     `sign(c) * max * scale * (|c| / max) ** (1 / k)`, where c is the value of a code and
-    `max` the format's. It is a pytree of its arrays, so `jit`, `scan`, `vmap` and
-    checkpoints take it. Leading axes that `vmap` or `scan` add belong to no group.
+    `max` is `format.max`. It is a pytree, so that `jit`, `scan`, `vmap` and checkpoints
+    take it. Leading axes that `vmap` or `scan` add belong to no group.
 
     Attributes:
       codes: The codes, in the shape of the array that they stand for.
@@ -92,7 +92,7 @@ class QuantizedArray:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        """Raises TypeError, because codes and numbers are two different arrays."""
+        """Raises TypeError, because it is unclear whether codes or values are meant."""
         raise TypeError(
             "a coat.QuantizedArray is not an array: take .codes, or .dequantize()"
         )
@@ -125,9 +125,9 @@ def quantize(
     Magnitudes below the smallest normal float32, 1.2e-38, count as zero on every
     backend. With `expand=True` no other magnitude becomes zero. Floating codes keep the
     sign of zeros. In a floating format, quantizing a dequantized array again gives the
-    same codes, unless they stand for denormals. Scales have an upper limit, beyond
-    which numbers saturate: those in the last percent of float32's range, more of them
-    with `PerTensor`, and with DE8 all beyond 2**125.
+    same codes, unless they stand for denormals. Scales have an upper limit, so that the
+    largest numbers saturate: numbers in the last percent of float32's range, more of
+    them with `PerTensor`, and with DE8 all numbers beyond 2**125.
 
     Args:
       x: A floating array of any shape.
@@ -144,8 +144,10 @@ def quantize(
         Scales are then up to a percent larger, so that nothing saturates.
 
     Raises:
+      TypeError: If `x` is not an array, or `format` or `granularity` has another type
+        than above.
       ValueError: If `x` is not floating, or has fewer axes than the granularity needs,
-        or `expand` is a number that is not positive.
+        `noise` does not fit `x`, or `expand` is a number that is not positive.
 
     Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -190,7 +192,7 @@ def _check(x: Any, format: Any, granularity: Any, noise: Any) -> None:
 
 
 def _expansion(expand: Any) -> tuple[bool, float]:
-    """Returns whether each group has its own k, and otherwise the k of all groups."""
+    """Returns whether each group has its own k, and the k of all groups otherwise."""
     if isinstance(expand, bool | np.bool_):
         return bool(expand), 1.0
     if not is_positive_number(expand):
@@ -283,10 +285,10 @@ def _encoded(
 
 @jax.custom_jvp
 def undifferentiated(x: Array) -> Array:
-    """Returns `x`; raises an error if it is differentiated.
+    """Returns `x`; differentiating it raises NotImplementedError.
 
-    It marks arrays that are quantized where no derivative is taken. Within a custom_vjp
-    the error occurs only if a gradient is differentiated again.
+    It marks arrays before quantization, which has no derivative rule of its own. Within
+    a custom_vjp the error occurs only if a gradient is differentiated again.
     """
     return x
 
@@ -301,7 +303,7 @@ def _(primals, tangents):
 
 
 def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
-    """Returns the array that `q` stands for in `q.dtype`, computed in float32.
+    """Returns the array that `q` stands for, computed in float32 and cast to `q.dtype`.
 
     The values are `codes * scale`, or with range expansion
     `sign(c) * max * scale * (|c| / max) ** (1 / k)`.
@@ -359,7 +361,7 @@ def _block(q: QuantizedArray) -> tuple[int, ...]:
 
 def _split(x: Array, block: tuple[int, ...]) -> Array:
     """Reshapes [n0, n1, ...] to [n0 / b0, b0, n1 / b1, b1, ...], padded with zeros."""
-    # A length that `jax.export` leaves open cannot be compared.
+    # The minimum of a symbolic length, as in `jax.export`, cannot be computed.
     sizes = zip(x.shape, block, strict=True)
     block = tuple(1 if b == 1 else max(min(n, b), 1) for n, b in sizes)
     padding = [(0, -n % b) for n, b in zip(x.shape, block, strict=True)]
@@ -387,9 +389,9 @@ _BITS = _FLOATS | {bits: name for name, bits in _FLOATS.items()}
 
 
 def scales_as_bits(x: Array) -> Array:
-    """Bitcasts scales to unsigned integers, or such integers to scales; not codes.
+    """Bitcasts scales to unsigned integers, or such integers to scales.
 
-    `fp8_remat` saves integers exactly.
+    It returns codes as they are. `fp8_remat` saves integers exactly.
     """
     dtype = _BITS.get(x.dtype.name)
     return lax.bitcast_convert_type(x, dtype) if dtype else x

@@ -21,16 +21,17 @@ from coat_jax.quantization.formats import Format
 from pallas_kernels.dispatch import array_types
 from pallas_kernels.numerics import magnitude
 
-# The number of steps that a history holds an amax of.
+# The number of steps for which a history holds an amax.
 LENGTH = 16
 
 
 @nnx.register_variable_name(OVERWRITE_WITH_GRADIENT)
 class OverwriteWithGradient(nnx.Variable):
-    """A variable with its next value as its gradient, such as a history.
+    """A variable that has its next value as its gradient, such as an amax history.
 
-    As a Linen collection it has the name that `flax.training.train_state` knows. A step
-    that sums the gradients of several passes must take the maximum of these instead.
+    Its Linen collection has the name that `flax.training.train_state` looks for. A step
+    that sums the gradients of several passes must take the maximum of these variables'
+    gradients instead.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -61,8 +62,8 @@ def spread[History](history: History, like: Array) -> History:
     """Returns a history that varies over devices as `like` does, within `shard_map`.
 
     `shard_map` would sum the devices' gradients. A history needs their maximum instead.
-    With `check_vma=False` no derivative rule can change the sum, so gradients are
-    refused.
+    With `check_vma=False` no derivative rule can change the sum, so differentiation
+    raises ValueError.
     """
     if any(lax.axis_size(name) > 1 for name in array_types.unchecked_axes()):
         return jax.tree.map(_without_gradient, history)
@@ -113,7 +114,8 @@ def delayed_scale(history: Float[Array, " length"], format: Format) -> Float[Arr
     """Computes the scale of the largest amax in a history.
 
     Scales rise with the amax, so this is also the largest of the scales of all entries.
-    In this order XLA computes all scales and their maximum in one kernel.
+    It is computed as such, because XLA computes all scales and their maximum in one
+    kernel.
     """
     return magnitude(tensor_scale(history, format))
 

@@ -29,10 +29,10 @@ class Format:
         (COAT, section 4.2: max**2 / 2 for a floating format).
       power: The exponent k of range expansion that is best for normally distributed
         numbers.
-      table: The 256 values of the codes in ascending order. None for a floating dtype,
-        in which codes are values.
-      signed: Whether the format has negative numbers. UE4M4 has none: its codes are
-        E4M3 codes in which the sign bit is a fourth bit of the mantissa.
+      table: The 256 values of the codes in ascending order; None for a floating format.
+      signed: Whether the format has negative numbers. UE4M4 and LOG8 do not have them.
+        UE4M4's codes are E4M3 codes in which the sign bit is a fourth bit of the
+        mantissa.
     """
 
     name: str
@@ -65,9 +65,10 @@ class Format:
           noise: 32 random bits for each number, for stochastic rounding to one of the
             two neighbouring codes; the mean is the number itself. None rounds to the
             nearest code. A tie goes to the even code, in a table to the lower value, in
-            UE4M4 up.
+            UE4M4 to the higher value.
           power: The k of range expansion, if `x` holds magnitudes to the power k. With
-            `noise`, formats with a sign then make the mean of x ** (1 / k) right.
+            `noise`, rounding to formats with a sign then keeps the mean of
+            x ** (1 / k).
             Formats without a sign are for averages of squares. These move by a small
             part of the distance between codes, so that no correction is made; the means
             are off by 1%.

@@ -54,7 +54,7 @@ def stochastic_round(
 def random_bits(key: Key[Array, ""], shape: tuple[int, ...], like: Array) -> Array:
     """Returns 32 random bits for each element of `shape`.
 
-    On a mesh with explicit axes they are sharded like `like`.
+    On a mesh with explicit axes the bits are sharded like `like`.
     """
     sharding = jax.typeof(like).sharding
     explicit = sharding.mesh.explicit_axes

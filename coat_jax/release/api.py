@@ -26,33 +26,33 @@ def value_and_update(
     skip_not_finite: bool = False,
     return_norms: bool = False,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Computes a loss and the optimizer's step, which runs inside the backward pass.
+    """Returns a function that computes a loss and the optimizer's step in one pass.
 
-    It takes the place of `jax.value_and_grad` followed by the optimizer. Each parameter
-    is stepped as soon as its gradient is complete, and gradients need not exist after
-    their steps. For layers under `coat.scan_layers` and `coat.apply_layer`
-    the gradients of one layer exist at a time: of Llama-2-7B's train state, 12 GiB of
-    gradients become 0.4. In torch this is known as the optimizer in backward, or as
-    gradient release (LOMO, arXiv 2306.09782).
+    The function takes the place of `jax.value_and_grad` followed by the optimizer. Each
+    parameter is stepped within the backward pass, as soon as its gradient is complete,
+    and the gradient need not exist after the step. For layers under `coat.scan_layers`
+    and `coat.apply_layer` the gradients of one layer exist at a time: 12 GiB of
+    gradients of Llama-2-7B become 0.4 GiB. In torch this is known as the optimizer in
+    backward, or as gradient release (LOMO, arXiv 2306.09782).
 
     If `tx` ends in `coat.fp8_adamw`, the step is `coat.fused_update`, otherwise
-    `tx.update` and `optax.apply_updates`. Parameters and states after the step are
-    equal to theirs, to the bit if gradients are BF16.
+    `tx.update` and `optax.apply_updates`. The results are equal to the results of these
+    functions after `jax.grad`, bit for bit if gradients are BF16.
 
-    Each parameter must be stepped by its own gradient alone. What reads all gradients
-    at once is refused with a `ValueError` that says what to use instead:
+    Each parameter must be stepped by its own gradient alone. Transformations that read
+    all gradients at once are refused with a `ValueError` that names an alternative:
 
     - `optax.clip_by_global_norm` in the chain. Set `max_norm` here.
     - `optax.MultiSteps` and other sums of gradients, which are as large as gradients.
-      Use a larger batch in the memory that gradients took.
+      Use a larger batch, for which there is memory without gradients.
     - `optax.apply_if_finite`. Set `skip_not_finite` here.
     - For parameters in `coat.scan_layers`, norms of a whole parameter, as in
       `optax.lamb`, `optax.lars`, `optax.adafactor` or `optax.contrib.muon`: a layer
       and the stack have different norms. Unrolled layers may use them.
 
     An optimizer that treats parameters by their size or by their position in the tree
-    sees a layer in place of a stack, and a part in place of the tree. That is not
-    noticed: select parameters by their paths or their numbers of axes.
+    sees a layer in place of a stack, and a part in place of the tree. This is not
+    detected: select parameters by their paths or their numbers of axes.
 
     Args:
       loss: A function of the parameters and of further arguments, which returns the
@@ -60,22 +60,22 @@ def value_and_update(
       tx: The optimizer.
       has_aux: Whether `loss` returns a pair of the loss and auxiliary data.
       max_norm: The largest global norm of the gradients, to which they are scaled as by
-        `optax.clip_by_global_norm`. It takes a second backward pass over the same saved
-        activations: the first finds the norm, the second steps. A step has 5/3 of the
-        matmuls then. None does not clip.
+        `optax.clip_by_global_norm`. Clipping takes a second backward pass over the same
+        saved activations: the first computes the norm, the second steps. A step then
+        has 5/3 of the matmuls. None does not clip.
       skip_not_finite: Whether a step leaves parameters and state as they are if the
         loss is not finite, or with `max_norm`, if the norm of the gradients is not.
         Without `max_norm`, a gradient that is not finite although the loss is finite
-        is not noticed before parameters of other layers have changed.
-      return_norms: Whether the norms of the gradients, before clipping, are returned,
-        as `max_norm` computes them.
+        does not skip the step, because other layers have been stepped by then.
+      return_norms: Whether to also return each gradient's norm before clipping. It
+        needs `max_norm`.
 
     Returns:
       A function of parameters, the optimizer's state and the further arguments of
       `loss`. It returns the loss (with `has_aux`, the pair), the parameters and the
-      state, and with `return_norms` a tree like the parameters of their gradients'
-      norms, float32. Under `jax.jit` donate parameters and state, so that they change
-      in place. The function's own keyword arguments are:
+      state, and with `return_norms` the gradients' norms, float32, in a tree like the
+      parameters. Under `jax.jit` donate parameters and state, so that they change in
+      place. The function's own keyword arguments are:
 
       - `key`: A key for stochastic rounding of BF16 parameters; see
         `coat.fused_update`.
@@ -93,7 +93,8 @@ def value_and_update(
     Warns:
       UserWarning: If a parameter is a stack under `jax.lax.scan`, as `flax.nnx.scan`
         and `flax.linen.scan` make it, or if `coat.scan_layers` is inside another
-        transformation. Its step is right, but all of its gradient exists at once.
+        transformation. The step is right, but the stack's whole gradient exists at
+        once.
 
     Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -200,7 +201,7 @@ def _sums_of_squares(
 
 
 def _stepped(release: Release, vjp: Callable, value: Array, states: list) -> tuple:
-    """Runs the backward pass with its steps.
+    """Runs the backward pass, which steps the parameters.
 
     Returns:
       Parameters, their states, and the nodes of the state that belong to no parameter.

@@ -1,4 +1,4 @@
-"""Refusals of optimizers where a parameter's step reads more than its own gradient."""
+"""Checks that the step of each parameter reads no other parameter's arrays."""
 
 import dataclasses
 import itertools
@@ -27,11 +27,12 @@ _NONE: _Indices = frozenset()
 def is_fused(
     tx: optax.GradientTransformation, whole: Parameters, state: optax.OptState
 ) -> bool:
-    """Returns whether `coat.fused_update` computes a step of `tx`.
+    """Returns whether `coat.fused_update` can compute a step of `tx`.
 
     Raises:
       ValueError: If the step of a parameter, or a state, depends on the gradient, the
-        values or the state of another parameter, or on random numbers.
+        values or the state of another parameter, or on random numbers; or if `tx`
+        contains `optax.MultiSteps`.
     """
     if any(kind == "MultiStepsState" for _, kind in fields_of((state,))):
         raise ValueError(
@@ -49,7 +50,10 @@ def is_fused(
 
 
 def _check_own_gradients(update: Callable, whole: Parameters, state: Any) -> None:
-    """Follows gradients, parameters and states through the program of a step."""
+    """Raises ValueError if the step of a parameter reads another parameter's arrays.
+
+    It follows gradients, parameters and states through the jaxpr of a step.
+    """
     like, nodes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)),
         (whole.leaves, state),
@@ -61,7 +65,7 @@ def _check_own_gradients(update: Callable, whole: Parameters, state: Any) -> Non
         states = whole.states_after(state, range(len(grads)))
         return jax.tree.leaves(params), states, whole.shared_after(state)
 
-    # On a GPU small arrays are not joined, which would look like dependences.
+    # Programs for a GPU do not join small arrays; joins would look like dependences.
     with stand_ins.for_hopper():
         program, after = jax.make_jaxpr(step, return_shape=True)(like, like, nodes)
     _check_draws(program.jaxpr)
@@ -107,7 +111,12 @@ def _check_draws(program: Jaxpr) -> None:
 
 
 def _dependences(program: Jaxpr, operands: Sequence[_Indices]) -> list[_Indices]:
-    """Returns the operands' indices on which each result of a program depends."""
+    """Returns the set of indices on which each result of a program depends.
+
+    Args:
+      program: The program.
+      operands: The set of indices on which each argument depends.
+    """
     program = written_out(program)
     reads = dict(zip(program.invars, operands, strict=True))
 
@@ -126,7 +135,7 @@ def _dependences(program: Jaxpr, operands: Sequence[_Indices]) -> list[_Indices]
 
 
 def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) -> None:
-    """Warns of parameters that `jax.lax.scan` takes as stacks of layers.
+    """Warns of a parameter that `jax.lax.scan` takes as a stack of layers.
 
     Args:
       loss: A function of the parameters.
@@ -135,7 +144,7 @@ def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) 
     """
     shapes = [jnp.shape(x) for x in params.leaves]
     large = [j for j in range(len(shapes)) if _is_large_stack(params.leaves[j])]
-    # Few programs need the second trace that tells.
+    # The loss is traced again only if a large stack may be under another scan.
     if not set(large) - set(updated) or len({shapes[j][0] for j in large}) > 1:
         return
     with operations.unexplained():
@@ -157,7 +166,7 @@ def _is_large_stack(x: Any) -> bool:
 
 
 def _scanned(program: Jaxpr, count: int) -> set[int]:
-    """Returns which of the first arguments a scan takes slices of."""
+    """Returns the indices of the first `count` arguments that a scan slices."""
     program = written_out(program)
     index = dict(zip(program.invars[:count], range(count), strict=True))
     scanned: set[int] = set()
@@ -181,15 +190,15 @@ def _scanned(program: Jaxpr, count: int) -> set[int]:
 def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
     """Checks that a layer's step is the same by itself as within a stack of layers.
 
-    Nothing in a program's types tells whether norms mix layers. So a step of small
-    random arrays is computed both ways.
+    The types in a program do not show whether norms mix layers. So a step of small
+    random arrays is computed in both ways.
 
     Args:
       optimizer: The optimizer with the parameters of the whole step.
       stacked: The indices of the parameters that are stacks of layers.
 
     Raises:
-      ValueError: If layers mix.
+      ValueError: If the step of a layer depends on other layers of its stack.
     """
     if not stacked:
         return
@@ -210,7 +219,7 @@ def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
         layers = [_Layer(part, stacked, j).updates(grads, leaves) for j in range(2)]
         return jax.tree.leaves(updates), layers
 
-    # Some norms count above a size, and some after a number of steps.
+    # Some norms take effect above a size, and some after a number of steps.
     for size, steps in itertools.product((1e-1, 1e12), (0, 100, 10**6)):
         with jax.ensure_compile_time_eval():
             updates, layers = both(*_draws(shapes, size), np.int32(steps))
@@ -222,7 +231,7 @@ def _is_count(x: Any) -> bool:
 
 
 def _check_updates(params: Parameters, updates: Sequence, layers: Sequence) -> None:
-    """Compares updates of stacks with updates of their layers."""
+    """Raises ValueError if updates of stacks differ from updates of their layers."""
     for layer, by_index in enumerate(layers):
         for j, update in by_index.items():
             expected = np.asarray(updates[j], np.float32)[layer : layer + 1]
@@ -257,7 +266,7 @@ def _are_close(actual: np.ndarray, expected: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """The part of a layer in an optimizer's step, to compare it with the whole step.
+    """A layer's part of an optimizer's step, to compare with the step of the stacks.
 
     Attributes:
       optimizer: The optimizer, with small parameters to try it on.

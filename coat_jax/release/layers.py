@@ -1,4 +1,4 @@
-"""Layers with steps of their parameters in the backward pass, layer by layer."""
+"""Layers that step their parameters in the backward pass, one layer at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
       fn: A layer, a function of its parameters and of its input.
       x: The input, a pytree of arrays.
       params: The parameters: a part of the tree that the loss was given, unchanged.
-        Others, such as parameters that were cast before, have ordinary gradients.
+        Other arrays, such as parameters after a cast, have ordinary gradients.
 
     Raises:
       ValueError: In the backward pass, if a parameter is also read elsewhere.
@@ -76,7 +76,8 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
             sums = release.squares(owned.indices, grads)
             sums, cotangents = in_order(sums, cotangents)
             return None, None, sums, *cotangents
-        # Layers before this one wait for the step. So do reads of the parameters.
+        # The step waits until all gradients are computed, because these read the
+        # parameters. The layers before this one wait for the step.
         grads, cotangents = in_order(grads, cotangents)
         leaves, states = owned.step(grads, leaves, owned.stored(states))
         leaves, cotangents = in_order(leaves, cotangents)
@@ -94,8 +95,8 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
     parameters in their stacks, in place, and goes on to the layer before it. So the
     gradients of one layer exist at a time. Elsewhere this is `jax.lax.scan`.
 
-    What backward needs of a layer is saved as by `jax.lax.scan`, according to what `fn`
-    saves: with `coat.fp8_remat` or `jax.checkpoint` around `fn`, what these save.
+    The residuals of a layer are saved as by `jax.lax.scan`. If `fn` is wrapped in
+    `coat.fp8_remat` or `jax.checkpoint`, this wrapper decides which arrays are saved.
 
     Args:
       fn: A layer, a function of its parameters and of its input. It may close over
@@ -110,8 +111,9 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
       The last layer's output, like `x`.
 
     Raises:
-      ValueError: If axes of layers differ in length, or a moment has none; in the
-        backward pass, if a parameter is also read elsewhere.
+      ValueError: If axes of layers differ in length, or an array of the optimizer's
+        state lacks this axis; in the backward pass, if a parameter is also read
+        elsewhere.
 
     Warns:
       UserWarning: If another transformation of JAX within the loss, such as `jax.vmap`
@@ -152,7 +154,7 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
 
 
 def _converted(fn: Callable, params: Any, x: Any) -> tuple[Callable, list]:
-    """Returns `fn` with a third argument for the arrays it closes over, and these."""
+    """Returns `fn` with its closed-over arrays as an argument, and these arrays."""
     closed, shared = jax.closure_convert(fn, params, x)
     return lambda params, x, shared: closed(params, x, *shared), list(shared)
 
@@ -175,7 +177,7 @@ def _depth(stacked: Any) -> int:
 
 
 def _without_partitions(stacked: Any) -> Any:
-    """Takes arrays out of Linen's boxes: a slice lacks the axes that boxes name."""
+    """Takes arrays out of Linen's boxes, which name axes that a slice lacks."""
 
     def is_box(x):
         return isinstance(x, meta.AxisMetadata)

@@ -18,10 +18,13 @@ from coat_jax.release.taps import Release
 class TappedArrays:
     """The parameters among the arrays of a layer or of a stack of layers.
 
+    An array is recognized as a parameter if it is the result of a tap; see
+    `coat_jax.release.taps`.
+
     Attributes:
-      release: The `coat.value_and_update` that is being traced.
+      release: The step of `coat.value_and_update` that is being traced.
       treedef: The structure of the tree of all arrays.
-      of: For each array its index among all parameters, or None for one of `extras`.
+      of: The index of each array among all parameters, or None for one of `extras`.
       extras: The arrays that are not parameters, or have too few axes.
     """
 
@@ -34,7 +37,11 @@ class TappedArrays:
     def among(
         cls, release: Release | None, tree: Any, axes: int = 0
     ) -> "TappedArrays | None":
-        """Finds parameters of `axes` axes or more in a tree; None if there are none."""
+        """Finds the parameters in a tree that have at least `axes` axes.
+
+        It returns None if there are no such parameters, if `release` is None, or, with
+        a warning, within another transformation of JAX.
+        """
         if release is None:
             return None
         arrays, treedef = jax.tree.flatten(tree)
@@ -58,27 +65,27 @@ class TappedArrays:
 
     @property
     def leaves(self) -> list[Array]:
-        """The differentiated parameters."""
+        """The parameters, as arguments of the differentiated loss."""
         return [self.release.leaves[j] for j in self.indices]
 
     @property
     def states(self) -> list:
-        """The parameters' states, as floats."""
+        """The parameters' states, as `as_floats` returns them."""
         return [self.release.states[j] for j in self.indices]
 
     def stored(self, floats: Sequence) -> list:
-        """Returns the parameters' states in their dtypes, from states as floats."""
+        """Returns the parameters' states in their own dtypes; inverts `as_floats`."""
         pairs = zip(self.indices, floats, strict=True)
         return [self.release.params.stored(j, state) for j, state in pairs]
 
     def merged(self, leaves: Sequence[Any], extras: Sequence[Any]) -> Any:
-        """Returns the tree of parameters and other arrays."""
+        """Returns the tree with these parameters and other arrays as its leaves."""
         leaves, extras = iter(leaves), iter(extras)
         arrays = [next(extras if j is None else leaves) for j in self.of]
         return self.treedef.unflatten(arrays)
 
     def step(self, grads: Any, leaves: Any, states: Any, **options: Any) -> tuple:
-        """Steps the parameters; returns lists of them and of their states."""
+        """Steps the parameters; returns lists of new parameters and of new states."""
         columns = (
             dict(zip(self.indices, x, strict=True)) for x in (grads, leaves, states)
         )
@@ -110,5 +117,5 @@ def in_order(first: Any, then: Any) -> tuple[Any, Any]:
 
 
 def is_real(x: Any) -> bool:
-    """Returns whether a cotangent has numbers, as floating arrays' have; not float0."""
+    """Returns whether a cotangent holds numbers; cotangents of integers are float0."""
     return getattr(x, "dtype", None) != jax.dtypes.float0

@@ -1,4 +1,4 @@
-"""An optimizer's step of some parameters at a time.
+"""An optimizer's step for a part of the parameters.
 
 A part's step is the optimizer's own step on the whole tree, with `optax.MaskedNode` in
 place of all other parameters and of their state. So masks, labels, schedules and the
@@ -22,10 +22,11 @@ from coat_jax.optimizers.step import Stacks
 from coat_jax.optimizers.trees import by_path, is_quantized, unboxed
 
 MASKED = optax.MaskedNode()
-# Cotangents must be floating, so integers of a state travel as floats of their size.
+# Cotangents must be floating, so integers of a state are bitcast to floats as wide.
 _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
-# The arrays of one parameter's state, by node: a moment in FP8 has two or three.
+# The arrays of one parameter's state, in a list for each node of the state. A moment in
+# FP8 is one node with two or three arrays.
 Nodes = list[list[Array]]
 
 
@@ -42,7 +43,7 @@ class Clip:
     limit: float
 
     def __call__(self, grad: Array) -> Array:
-        """Returns the gradient, times limit / norm where the norm reaches the limit."""
+        """Returns the gradient, times limit / norm if the norm reaches the limit."""
         scaled = (grad / self.norm.astype(grad.dtype)) * self.limit
         return jnp.where(self.norm < self.limit, grad, scaled)
 
@@ -56,13 +57,14 @@ class Parameters:
 
     Attributes:
       leaves: The parameters as a list.
-      treedef: Their tree.
-      names: Their paths, as text.
+      treedef: The structure of the tree of parameters.
+      names: The paths of the parameters, as text.
     """
 
     def __init__(self, params: optax.Params, state: optax.OptState):
         self.leaves, self.treedef = jax.tree.flatten(params)
-        # Paths without boxes, which not all transformations return where they get some.
+        # Paths do not include boxes, because some transformations return arrays without
+        # boxes for boxed parameters.
         self._paths = list(by_path(unboxed(params)))
         self.names = [f"params{keystr(path)}" for path in self._paths]
         self._nodes, self._state_def = jax.tree.flatten(state, is_leaf=is_quantized)
@@ -76,16 +78,16 @@ class Parameters:
         return [jax.tree.leaves(node) for node, owner in owned if owner == index]
 
     def stored(self, index: int, floats: Nodes) -> Nodes:
-        """Returns a parameter's state in its dtypes, from what `as_floats` returned."""
+        """Returns a parameter's state in its own dtypes; inverts `as_floats`."""
         return jax.tree.map(_as_dtype, floats, self._dtypes_of(index))
 
     def tree(self, leaves: Mapping[int, Any]) -> Any:
-        """Returns the tree of `leaves`, with `MaskedNode` for other parameters."""
+        """Returns the tree of parameters `leaves`, with `MaskedNode` for all others."""
         count = range(len(self.leaves))
         return self.treedef.unflatten([leaves.get(j, MASKED) for j in count])
 
     def part_of_state(self, states: Mapping[int, Nodes]) -> optax.OptState:
-        """Returns the optimizer's state with `MaskedNode` where `states` has none.
+        """Returns the optimizer's state, with `MaskedNode` where `states` lacks one.
 
         Nodes that belong to no parameter, such as counts, are as before the step.
         """
@@ -101,7 +103,7 @@ class Parameters:
         return self._state_def.unflatten(nodes)
 
     def states_after(self, state: optax.OptState, indices: Sequence[int]) -> dict:
-        """Returns the state of some parameters after their step; see `state_of`.
+        """Returns the states of some parameters after a step, by index; see `state_of`.
 
         Raises:
           ValueError: If the step changed a dtype.
@@ -134,7 +136,7 @@ class Parameters:
     def whole_state(
         self, states: Sequence[Nodes], shared: Sequence[Any]
     ) -> optax.OptState:
-        """Returns the optimizer's state of all parameters' states and shared nodes."""
+        """Assembles the optimizer's state from parameters' states and shared nodes."""
         queues, common = [iter(nodes) for nodes in states], iter(shared)
         nodes = [
             next(common) if owner is None else _like(node, next(queues[owner]))
@@ -150,7 +152,7 @@ class Parameters:
     def owners(self) -> list[int | None]:
         """Returns the index of the parameter that each array of the state belongs to.
 
-        It is None for arrays of no parameter.
+        The index is None for arrays that belong to no parameter.
         """
         pairs = zip(self._nodes, self._owners, strict=True)
         return [owner for node, owner in pairs for _ in jax.tree.leaves(node)]
@@ -170,7 +172,7 @@ class Parameters:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """The step of a part of the parameters.
+    """An optimizer that can step a part of the parameters.
 
     Attributes:
       tx: The optimizer.
@@ -197,12 +199,14 @@ class Optimizer:
 
         Args:
           grads: Gradients by the parameters' indices.
-          params: Parameters, which may be slices of stacks.
-          states: Their states; slices of stacks where the parameters are.
-          stacks: The stacks that the parameters and states are slices of.
+          params: Parameters by index, which may be slices of stacks.
+          states: The parameters' states by index, slices of stacks if the parameters
+            are.
+          stacks: The stacks that the parameters and states are slices of, or None.
 
         Returns:
-          The parameters after the step, and the state with `MaskedNode` for others.
+          The parameters after the step by index, and the optimizer's state with
+          `MaskedNode` for all other parameters.
         """
         if self.clip is not None:
             grads = {j: self.clip(g) for j, g in grads.items()}
@@ -232,10 +236,10 @@ def _owners(
 
 
 def _is_count(node: Any, path: Path, owner: Path, param: Any) -> bool:
-    """Returns whether a node is a count where paths do not tell it from a moment.
+    """Returns whether a node is a count that has the path of a moment.
 
-    They do not if all parameters are one array, or if the state's own container is like
-    the parameters'.
+    Paths do not tell counts from moments if the parameters are a single array, or if
+    the state is a container like the parameters' container.
     """
     if is_quantized(node) or owner not in ((), path):
         return False
@@ -249,10 +253,13 @@ def _like(node: Any, arrays: Sequence[Array]) -> Any:
 
 
 def as_floats(states: Any) -> Any:
-    """Reinterprets states as floating arrays, because cotangents must be floating."""
+    """Converts the arrays of states to floating dtypes, as cotangents must have.
+
+    Integers are bitcast, and bools are cast.
+    """
 
     def as_float(x):
-        if x.dtype == bool:  # It has no bits that could be cast.
+        if x.dtype == bool:  # A bool cannot be bitcast.
             return x.astype(jnp.float32)
         if jnp.issubdtype(x.dtype, jnp.floating):
             return x

@@ -17,11 +17,11 @@ from coat_jax.release.taps import Release
 
 
 class SavedArrays:
-    """The arrays that the backward pass of a layer needs, by their origin.
+    """The residuals of a layer, by their origin.
 
-    A vjp is a pytree. Its arrays that are the layer's parameters are read from the
-    stacks again, and those that are the same for all layers are passed once. The others
-    are saved for each layer.
+    A vjp function is a pytree of residuals. Residuals that are the layer's parameters
+    are read from the stacks again, and residuals that are the same for all layers are
+    saved once. All other residuals are saved for each layer.
     """
 
     def __init__(self, vjp: Any, params: Any, carry: Any):
@@ -45,12 +45,12 @@ class SavedArrays:
                 saved.append(x)
 
     def vjp(self, params: Any, by_layer: Sequence[Array], constants: Sequence) -> Any:
-        """Returns the vjp function of a layer, with the arrays that it has saved.
+        """Returns the vjp function of a layer, assembled from its residuals.
 
         Args:
-          params: The layer's parameters.
-          by_layer: The layer's elements of the stacks that forward has saved.
-          constants: The arrays that are the same for all layers.
+          params: The layer's parameters and other arrays.
+          by_layer: The layer's slices of the residuals that are saved for each layer.
+          constants: The residuals that are the same for all layers.
         """
         arrays = {
             "params": jax.tree.leaves(params),
@@ -62,14 +62,14 @@ class SavedArrays:
 
 @dataclasses.dataclass(kw_only=True)
 class Scan:
-    """The passes of `scan_layers`.
+    """The forward and the backward pass of `scan_layers`.
 
     Attributes:
-      release: The step that is traced.
+      release: The step that is being traced.
       owned: The parameters among the stacks.
       layer: The layer, a function of its arrays, its input and the shared arrays.
       depth: The number of layers.
-      saved: What backward needs of a layer, once the forward pass is traced.
+      saved: The residuals of a layer; None until the forward pass is traced.
     """
 
     release: Release
@@ -79,7 +79,7 @@ class Scan:
     saved: SavedArrays | None = None
 
     def forward(self, leaves, states, sums, extras, shared, x):
-        """Returns the last layer's output, and what the backward pass reads."""
+        """Returns the last layer's output, and the residuals."""
         del sums
 
         def body(x, arrays):
@@ -115,7 +115,7 @@ class Scan:
             params = jax.tree.map(first_layer, slices[0])
             vjp = self.saved.vjp((params, other), saved, constants)
             grads, dother, dshare, dx = vjp(dy)
-            # Parameters change in place after everything that reads them.
+            # The step changes parameters in place, so it waits for their readers.
             grads, (dother, dshare, dx) = in_order(grads, (dother, dshare, dx))
             dshared = jax.tree.map(jnp.add, dshared, _differentiable(dshare))
             if norm:

@@ -32,21 +32,22 @@ WITHIN = (
 
 @dataclasses.dataclass(kw_only=True)
 class Release:
-    """A step while it is traced.
+    """A step of `coat.value_and_update` while it is being traced.
 
     Attributes:
       params: The parameters and their state.
       optimizer: The optimizer, once the backward pass begins.
-      mode: What a backward pass computes: the parameters after their step, or the
+      mode: The results of a backward pass: the parameters after their step, or the
         gradients' sums of squares.
-      leaves: The differentiated parameters.
-      states: Their states, as floats.
-      sums: The differentiated array that stands for the sums of squares, one for each
-        parameter.
+      leaves: The parameters, as arguments of the differentiated loss.
+      states: The parameters' states, as such arguments; see `as_floats`.
+      sums: An argument of the differentiated loss with an element for each parameter.
+        Its cotangent in the mode "norm" is the gradients' sums of squares.
       taps: Each parameter after its tap.
-      trace: The trace that the taps are made in.
-      readers: What computed the gradient of each parameter in the last backward pass.
-      stacked: The parameters that are stacks of layers.
+      trace: JAX's trace in which the taps were called.
+      readers: The name of the function that computed a parameter's gradient in the last
+        backward pass, by the parameter's index.
+      stacked: The indices of the parameters that are stacks of layers.
     """
 
     params: Parameters
@@ -74,8 +75,9 @@ class Release:
     def is_traced_here(self) -> bool:
         """Returns whether no transformation of JAX is between the loss and this call.
 
-        Cotangents are added up over the steps of a loop or the members of a batch, and
-        are zero in a branch that does not run. Parameters after a step must not be.
+        JAX adds up cotangents over the steps of a loop or the members of a batch, and
+        sets them to zero for a branch that does not run. Both would be wrong for
+        parameters after a step.
         """
         return self.trace == versions.current_trace()
 
@@ -85,10 +87,10 @@ class Release:
         return [index.get(id(x)) for x in arrays]
 
     def claim(self, indices: Sequence[int], reader: str) -> None:
-        """Records what computes the gradients of parameters.
+        """Records that `reader` computes the gradients of parameters.
 
         Raises:
-          ValueError: If something else has computed the gradient of one.
+          ValueError: If a reader is recorded for one of these parameters already.
         """
         for j in indices:
             if j in self.readers:
