@@ -143,9 +143,9 @@ def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) 
       updated: The indices of the parameters that are in `coat.scan_layers`.
     """
     shapes = [jnp.shape(x) for x in params.leaves]
-    large = [j for j in range(len(shapes)) if _is_large_stack(params.leaves[j])]
+    large = {j for j in range(len(shapes)) if _is_large_stack(params.leaves[j])}
     # The loss is traced again only if a large stack may be under another scan.
-    if not set(large) - set(updated) or len({shapes[j][0] for j in large}) > 1:
+    if not (large := large.difference(updated)):
         return
     with operations.unexplained():
         program = jax.make_jaxpr(lambda leaves: loss(params.treedef.unflatten(leaves)))

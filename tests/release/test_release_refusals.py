@@ -164,21 +164,33 @@ def test_stacks_need_one_axis_of_layers(stacked):
         coat.scan_layers(lambda p, x: x, jnp.ones(3), stacked)
 
 
-def test_layers_that_lax_scan_hides_give_a_warning():
+@pytest.mark.parametrize("stacks", [["layers"], ["layers", "encoder"]], ids=len)
+def test_layers_that_lax_scan_hides_give_a_warning(stacks):
     def loss(params, tokens):
         def run(fn, x, layers):
-            return jax.lax.scan(lambda x, p: (fn(p, x), None), x, layers)[0]
+            for stack in [layers, *(params[name] for name in stacks[1:])]:
+                x, _ = jax.lax.scan(lambda x, p: (fn(p, x), None), x, stack)
+            return x
 
         return loss_of(run)(params, tokens)
 
     params = parameters(stacked=True)
-    large = jax.tree.map(lambda p: p, params)
-    large["layers"] = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct((100, *p.shape[1:]), p.dtype), params["layers"]
+    params |= {name: params["layers"] for name in stacks}
+    large = (
+        params
+        | {  # Stacks may differ in depth.
+            name: jax.tree.map(
+                lambda p: jax.ShapeDtypeStruct(
+                    (100 + len(name), *p.shape[1:]), p.dtype
+                ),
+                params[name],
+            )
+            for name in stacks
+        }
     )
     state = SGD.init(params)
     step = coat.value_and_update(loss, SGD)
-    with pytest.warns(UserWarning, match=r"\['layers'\]\['a'\].*coat.scan_layers"):
+    with pytest.warns(UserWarning, match=r"\['\w+er\w*'\]\['a'\].*coat.scan_layers"):
         jax.eval_shape(step, large, state, tokens())
     jax.eval_shape(coat.value_and_update(SCANNED, SGD), large, state, tokens())
     assert_step_is_plain(loss)
