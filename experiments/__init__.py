@@ -3,5 +3,5 @@
 import os
 
 # XLA's autotuner warns of every candidate that it drops. Level 2 hides warnings and
-# still shows errors. JAX reads the variable when it loads, so it is set first.
+# still shows errors. JAX reads the variable when it loads: set it first.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

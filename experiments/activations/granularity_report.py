@@ -35,7 +35,7 @@ def arrays(rows: list[Row]) -> Table:
 
 
 def flows(rows: list[Row]) -> Table:
-    """Returns the paper's figure 4a in numbers: errors of operators, layers' mean.
+    """Returns a table of errors after operators, averaged over layers: figure 4a.
 
     The last column is the error of the residual stream after the last layer.
     """
@@ -55,7 +55,7 @@ def flows(rows: list[Row]) -> Table:
 
 
 def times(rows: list[Row]) -> Table:
-    """Returns the paper's figure 4b in numbers: an operator's times by method."""
+    """Returns a table of each operator's times by method: figure 4b of the paper."""
     rows = [row for row in rows if row["study"] == "times"]
     shapes = dict.fromkeys((row["operator"], row["shape"]) for row in rows)
     heads = [f"{operator}\n{shape}" for operator, shape in shapes]
@@ -73,7 +73,7 @@ def times(rows: list[Row]) -> Table:
 
 
 def draw_flows(rows: list[Row]) -> Figure:
-    """Draws figure 4a: errors after norms and gates, and of the stream, by layer."""
+    """Draws figure 4a: errors after norms and gates, and of the stream, per layer."""
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     panels = figure.subplots(2, 2, sharex=True)
     titles = [f"behind the {name}" for name in OPERATORS]

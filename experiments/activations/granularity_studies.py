@@ -32,12 +32,12 @@ GRANULARITIES: dict[str, Granularity] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flow:
-    """The granularities in which activations are stored for the operators.
+    """The granularities of stored activations, by the operators that read them.
 
     Queries, keys and values stay unquantized, as in the paper.
 
     Attributes:
-      nonlinear: Granularity of inputs of norms and gates; None leaves them unquantized.
+      nonlinear: Granularity of inputs of norms and gates; None means unquantized.
       linear: Granularity of inputs of matmuls.
     """
 
@@ -55,8 +55,8 @@ def _flow(nonlinear: str, linear: str) -> Flow:
 
 
 # The flows of the paper's figure 4a, and two more: per-tensor scales everywhere, and
-# mixed granularity with per-token scales for matmuls, which is what the recipe `coat`
-# has after norms and gates.
+# mixed granularity with per-token scales for matmuls, as in the recipe `coat` after
+# norms and gates.
 FLOWS: dict[str, Flow] = {
     "per tensor": _flow("per tensor", "per tensor"),
     "4x4": _flow("4x4", "4x4"),
@@ -70,7 +70,7 @@ FLOWS: dict[str, Flow] = {
 def stored(
     x: Float[Array, "..."], granularity: Granularity | None
 ) -> Float[Array, "..."]:
-    """Returns `x` after it was quantized to FP8 and dequantized; None returns `x`."""
+    """Returns `x` quantized to FP8 and dequantized; for None, `x` as it is."""
     return (
         x
         if granularity is None
@@ -84,7 +84,7 @@ def percent(stored: Float[Array, "..."], exact: Float[Array, "..."]) -> Array:
 
 
 def layer_rows(trained: Trained) -> list[Row]:
-    """Runs all studies of a trained model, layer by layer, on unseen text.
+    """Returns rows of all studies of a trained model, by layer, on unseen text.
 
     - `arrays`: the error of every activation in every granularity, the percentage of
       elements that become zero, and the ratio of its amax to its root mean square.

@@ -24,7 +24,7 @@ from experiments.common import timing
 Operator = Literal["norm", "gate"]
 _E4M3_MAX = 448.0
 _DELAYED_SCALE = 0.02
-# Number of random inputs. Calls take turns between them, so that caches are cold.
+# The number of random inputs. Calls cycle through them, so that caches are cold.
 _DRAWS = 4
 # A function of an operator and its input. The operator returns its output, and either
 # partial amax values or per-token scales.
@@ -96,9 +96,9 @@ _OPERATORS: dict[Operator, tuple[Callable, dict[str, Method]]] = {
 
 
 def time_rows(shape: tuple[int, int]) -> list[Row]:
-    """Measures each operator with each method, for outputs of `shape`.
+    """Times each operator with each method, for outputs of `shape`.
 
-    Ratios are to the time of the operator that returns BF16 and quantizes nothing.
+    Ratios are relative to the operator that returns BF16 and quantizes nothing.
 
     Args:
       shape: Tokens and features of the output.

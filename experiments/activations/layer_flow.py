@@ -1,7 +1,7 @@
 """A decoder layer, operator by operator, with activations stored in any way.
 
-It computes the same as `coat_jax.layers.decoder.DecoderLayer`, in the dtype of its
-input. It also returns the activations in between, which the layer itself does not.
+The function `run` computes the same as `coat_jax.layers.decoder.DecoderLayer`, in the
+dtype of the input, and also returns the activations in between.
 """
 
 from collections.abc import Callable
@@ -54,8 +54,8 @@ def run(
     Args:
       layer: One decoder layer.
       x: The residual stream.
-      store: Function of a site and its activation that returns the activation as its
-        reader sees it.
+      store: A function of a site and its activation that returns the activation as the
+        next operator reads it.
 
     Returns:
       The residual stream after the layer, and the activation read at each of `SITES`.

@@ -4,7 +4,7 @@
 
 The command traces the backward pass of two layers under `scan` and computes nothing. It
 counts the bytes that one layer saves in units of U = batch x sequence x hidden x 2
-bytes. It does so for every recipe, and for BF16 under the usual policies of
+bytes. The cases are every recipe, and BF16 under the usual policies of
 `jax.checkpoint` and under `fp8_remat`. On a GPU attention is flash attention; elsewhere
 attention is recomputed from queries, keys and values.
 """
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
-    """Returns the shape of the layer and its input that a command line gives.
+    """Returns the shape of the layer and its input from command-line arguments.
 
     Raises:
       ValueError: If the number of heads does not divide the hidden size.
@@ -112,12 +112,15 @@ def saved_by_layers(name: str, shape: Shape) -> ResidualReport:
 
 
 def case_reports(shape: Shape) -> dict[str, ResidualReport]:
-    """Returns what the layers save in each of `CASES`."""
+    """Returns the residuals that the layers save in each of `CASES`."""
     return {case: saved_by_layers(case, shape) for case in CASES}
 
 
 def case_rows(reports: Mapping[str, ResidualReport], shape: Shape) -> list[Row]:
-    """Returns the bytes that a layer saves in each case: in all, by operation."""
+    """Returns a row per case: the saved MiB of a layer, and units by operation.
+
+    A unit is `shape.unit` bytes. Rows also have the paper's units and the target's.
+    """
     rows = []
     for case, report in reports.items():
         units = {
@@ -133,7 +136,7 @@ def case_rows(reports: Mapping[str, ResidualReport], shape: Shape) -> list[Row]:
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """Returns bars for the activations saved by the FP8 flow and by `fp8_remat`."""
+    """Returns the targets for what FP8 recipes and `fp8_remat` save."""
     units = {row["recipe"]: row["units"] for row in rows}
     targets = [
         Bar.of(f"{case}, U", "<=", target, units[case])

@@ -1,7 +1,7 @@
 """Assigns saved arrays to a layer's operations, the columns of the paper's table 2.
 
-An array that several operations read is saved once and counted once. It counts for a
-matmul if it was saved for one. Otherwise its shape decides.
+An array that several operations read is saved once and counted once: for a matmul if
+the array was saved for one, and otherwise for the operation that its shape tells.
 """
 
 import math
@@ -23,14 +23,14 @@ TITLES: dict[Operation, str] = dict(zip(_NAMES, TABLE_2_COLUMNS, strict=False))
 _COLORS = ("#2a9d8f", "#d1495b", "#8338ec", "#edae49", "#33415c")
 
 
-# Functions with saved operands that count for a matmul.
+# Functions that save operands of matmuls.
 _PRODUCTS = ("_plain_linear", "in PlainRecipe", "attention_out")
 # Group sizes of FP8 activations, and of FP8 activations that only matmuls read.
 _GROUP, _PRODUCT_GROUP = 16, 128
 
 
 def split(report: ResidualReport, shape: Shape) -> dict[Operation, int]:
-    """Returns the bytes of all saved arrays by operation, arguments not counted.
+    """Returns the bytes of all saved arrays but arguments, by operation.
 
     Raises:
       ValueError: If there is an array that no operation of a layer saves.
@@ -89,9 +89,9 @@ def _is_attentions(sizes: list[int], shape: Shape) -> bool:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Returns table 2: U by operation, and the ratio of the first row's total.
+    """Returns table 2: U by operation, and the first row's total over each row's.
 
-    The paper's figures stand below ours in brackets.
+    The paper's numbers are below ours in brackets.
     """
     title = "Saved activations of a layer in U (paper's below)"
     result = new_table(title, "", *TITLES.values(), "Total", "Ratio", "MiB")

@@ -3,11 +3,11 @@
     uv run python -m experiments.bench.attention
 
 first compares the kernels with attention in float64 on short sequences, and ends with
-exit code 1 if they differ. Then it times forward, and forward with backward, of causal
-attention in BF16, in turns: the kernels with several tiles, cuDNN's attention where
-there is no soft cap, and XLA's. For packed sequences these read a mask. It writes
-`bench_attention.json` after each case. Rates count the products of scores that are not
-masked: two forward, and five backward.
+exit code 2 if they differ. Then it times causal attention in BF16, forward alone and
+with backward, and alternates between the kernels with several tiles, cuDNN's attention
+where there is no soft cap, and XLA's attention. For packed sequences the last two read
+a mask. The program writes `bench_attention.json` after each case. Rates count matmuls
+of the scores that are not masked: two forward, and five backward.
 """
 
 import argparse
@@ -40,8 +40,8 @@ _HEADS = {
     256: (16, 8),
 }  # Numbers of heads of queries and of keys, by size.
 _SOFTCAP = 50.0
-_BOUND = 8e-3  # The relative error; rounding to BF16 alone makes 2e-3.
-# On one H200, of the kernels with a soft cap: times as fast as XLA's attention.
+_BOUND = 8e-3  # The largest relative error; rounding to BF16 alone causes 2e-3.
+# The target on one H200: the speed with a soft cap, relative to XLA's attention.
 _OVER_XLA = 2.0
 _FORWARD, _BACKWARD = 2, 5  # Matmuls of scores.
 
@@ -55,7 +55,7 @@ class Case:
       seq: The length of sequences.
       batch: The number of sequences.
       softcap: The bound of scores, or None.
-      window: The window, or None.
+      window: The number of positions that a query attends to; None means all earlier.
       documents: The number of documents of random lengths in each sequence.
     """
 
@@ -73,7 +73,7 @@ class Case:
         return {"softcap": self.softcap, "window": self.window, "segment_ids": ids}
 
     def ids(self) -> np.ndarray:
-        """Returns the number of each position's document, int32 [batch, seq]."""
+        """Returns the index of each position's document, int32 [batch, seq]."""
         rng = np.random.default_rng(self.documents)
         starts = np.zeros((self.batch, self.seq), np.int32)
         for sequence in starts:
@@ -82,7 +82,7 @@ class Case:
         return starts.cumsum(1, dtype=np.int32)
 
     def counts(self) -> np.ndarray:
-        """Returns which scores count, bool [batch, 1, seq, seq]."""
+        """Returns the mask of the scores that count, bool [batch, 1, seq, seq]."""
         distance = np.arange(self.seq)[:, None] - np.arange(self.seq)
         near = (distance >= 0) & (distance < (self.window or self.seq))
         ids = self.ids()
@@ -99,7 +99,7 @@ class Case:
         )
 
     def flops(self, matmuls: int) -> float:
-        """Returns the FLOPs of `matmuls` matmuls, without the masked scores."""
+        """Returns the FLOPs of `matmuls` matmuls of the scores that are not masked."""
         scores = int(self.counts().sum()) * _HEADS[self.head_dim][0]
         return 2 * matmuls * scores * self.head_dim
 
@@ -150,7 +150,7 @@ def checked(head_dims: list[int]) -> Iterator[Row]:
 
 
 def _in_float64(case: Case, *arrays: jax.Array) -> Iterator[np.ndarray]:
-    """Returns the output and the gradients of q, k and v."""
+    """Yields the output of attention and the gradients of q, k and v, in float64."""
     q, k, v, do = (np.asarray(x, np.float64).swapaxes(1, 2) for x in arrays)
     (b, n, s, d), m = q.shape, k.shape[1]
     k, v = (np.repeat(x, n // m, axis=1) for x in (k, v))
@@ -171,19 +171,19 @@ def _in_float64(case: Case, *arrays: jax.Array) -> Iterator[np.ndarray]:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Yields all cases: with a cap, a window, both and neither, and packed ones."""
+    """Yields all cases: with a soft cap, a window, both, neither, and documents."""
     caps = {}, {"softcap": _SOFTCAP}
     kinds = [*caps, *(cap | {"window": w} for w in args.windows for cap in caps)]
     kinds += [{"documents": documents} for documents in args.documents]
     for head_dim, seq in itertools.product(args.head_dims, args.seqs):
         for kind in kinds:
-            # No sequence that fits into the window has one.
+            # Sequences that fit into the window are left out.
             if kind.get("window", 0) < seq:
                 yield Case(head_dim=head_dim, seq=seq, batch=args.batch, **kind)
 
 
 def tunings(head_dim: int) -> dict[str, Tuning]:
-    """Returns the default tiles, and others that fit, each in one kernel at a time."""
+    """Returns tunings by name: the default, and others that change one kernel each."""
     usual = Tuning.of(head_dim)
     others = _TILES[head_dim]
     named = {"default": usual}
@@ -209,7 +209,7 @@ _TILES = {
 def _passes(
     case: Case, implementation: str, tuning: Tuning | None, q, k, v, do
 ) -> tuple[jax.Array, ...]:
-    """Computes the output and the gradients with the library's function."""
+    """Computes the output and the gradients with an implementation of the library."""
     options = case.options | {"implementation": implementation, "tuning": tuning}
     out, lse = pallas_kernels.attention(q, k, v, **options)
     grads = pallas_kernels.attention_grad(do, q, k, v, out, lse, **options)
@@ -223,7 +223,7 @@ def _forward(case: Case, tuning: Tuning | None, q, k, v, do) -> jax.Array:
 
 
 def _of_jax(case: Case, implementation: str, q, k, v) -> jax.Array:
-    """Computes attention with cuDNN's or XLA's implementation."""
+    """Computes attention with JAX's function, or in plain jnp with a soft cap."""
     window = None if case.window is None else (case.window - 1, 0)
     ids = jnp.asarray(case.ids())
     within = ids[:, None, :, None] == ids[:, None, None]
@@ -257,13 +257,13 @@ def _both(fn: Callable, q, k, v, do) -> tuple[jax.Array, ...]:
 
 
 def measured(case: Case, default_tiles: bool, options: dict[str, Any]) -> list[Row]:
-    """Times a case with all implementations; XLA's attention runs again in backward."""
+    """Times all implementations of a case; backward recomputes XLA's attention."""
     arrays = case.arrays()
     forward, both = {}, {}
     for name, tuning in tunings(case.head_dim).items():
         if name != "default" and default_tiles:
             continue
-        # Other tiles change one kernel, and are timed in a pass that runs it.
+        # Each other tuning changes one kernel, and is timed in a pass that runs it.
         if name.startswith(("default", "forward")):
             forward[name] = partial(_forward, case, tuning)
         if not name.startswith("forward"):
@@ -299,7 +299,7 @@ def _case_of(row: Row) -> tuple[Any, ...]:
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """Returns the targets of the kernels with a soft cap, on GPUs."""
+    """Returns the target of the kernels with a soft cap, on GPUs."""
     ratios = [
         row["ratio_to_xla"]
         for row in rows

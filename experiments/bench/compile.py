@@ -2,11 +2,11 @@
 
     uv run python -m experiments.bench.compile
 
-compiles a training step of Llama layers in plain Flax for one H200 and for two, with
-their optimizer's step: with this library's lines, in BF16, and in BF16 with a remat of
-all but matmuls. Each measurement is a fresh process without a persistent cache, and
-counts the CPU seconds of all its threads and children. A last process traces a layer,
-and counts the functions that the trace passes.
+compiles a training step of Llama layers in plain Flax, optimizer included, for one
+H200 and for two. The cases are this library, BF16, and BF16 with a remat of all but
+matmuls. Each measurement is a fresh process without a persistent cache, and counts the
+CPU seconds of all its threads and children. A last process traces a layer, and counts
+the functions of this library that run meanwhile.
 
 The compiler needs packages that `experiments.common.sm90` names.
 """
@@ -32,8 +32,8 @@ from experiments.common.tables import Column
 from experiments.common.tables import bars as bars_table
 
 Row = dict[str, Any]
-# Targets: CPU seconds of 32 layers over the same in BF16 with a remat, and seconds of
-# the first trace of a layer and of each further one.
+# Targets: CPU seconds for 32 layers relative to BF16 with a remat, and seconds of the
+# first trace of a layer and of each further one.
 _RATIO, _FIRST_S, _FURTHER_S = 2.5, 0.2, 0.02
 _LAYERS = 32
 
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measured(case: Row) -> Row:
-    """Measures a case in a fresh process."""
+    """Measures a case in a fresh process, and returns its row."""
     command = [sys.executable, "-m", "experiments.bench.compile_case", json.dumps(case)]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",

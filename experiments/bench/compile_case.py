@@ -38,7 +38,8 @@ from pallas_kernels.dispatch import devices
 STAGES = ("trace", "lower", "compile")
 _matmuls = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _remat = partial(jax.checkpoint, policy=_matmuls)
-# A case of `bench.foreign`, a wrapper of the layer, and an optimizer.
+# Cases by name: a case of `experiments.bench.foreign`, a wrapper of its layer, and an
+# optimizer.
 CASES: dict[str, tuple[str, Callable, Callable]] = {
     "both": ("both", lambda layer: layer, coat.fp8_adamw),
     "bf16": ("bf16", lambda layer: layer, optax.adamw),
@@ -69,7 +70,7 @@ def sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures the case in the only argument, a JSON object."""
+    """Measures the case in the only argument, a JSON object, and prints its row."""
     (text,) = sys.argv[1:] if argv is None else argv
     options = json.loads(text)
     shape = Shape(**{name: options[name] for name in _SIZES})
@@ -112,7 +113,7 @@ def compiled(case: str, shape: Shape, gpus: int, layers: int) -> dict[str, Any]:
 
 
 def kernels(text: str) -> dict[str, int]:
-    """Returns the number of kernel calls of a program, and of different kernels."""
+    """Returns the number of kernel calls in a program, and of distinct kernels."""
     hashes = re.findall(r'"mosaic_gpu_v2".*?kernel_hash = "(.*?)", module', text)
     return {"kernel_calls": len(hashes), "kernels": len(set(hashes))}
 
@@ -153,7 +154,7 @@ def step(
 
 
 def _split(mesh: Mesh, x: Any) -> NamedSharding:
-    """Returns a sharding along the longest axis of a matrix."""
+    """Returns a sharding along the longest axis; vectors are replicated."""
     spec = [None] * x.ndim
     if x.ndim > 1:
         spec[int(np.argmax(x.shape))] = "fsdp"
@@ -163,8 +164,8 @@ def _split(mesh: Mesh, x: Any) -> NamedSharding:
 def traces(shape: Shape) -> dict[str, Any]:
     """Times the trace of one layer, and of further layers that equal it.
 
-    It also counts the functions of this library that run while a layer is traced. This
-    is a trace with another sequence length, because JAX would reuse an earlier one.
+    The result also has the number of functions of this library that run while a layer
+    is traced: for another sequence length, because JAX would reuse an earlier trace.
     """
     _trace_s("bf16", shape, [1])  # JAX loads what any layer needs.
     first, further = _trace_s("both", shape, [1, _FURTHER])
@@ -202,7 +203,10 @@ def _trace_s(case: str, shape: Shape, layers: Sequence[int]) -> list[float]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[set[tuple[str, int, str]]]:
-    """Collects the functions of this library that run: file, line and name."""
+    """Collects the functions of this library that run in this context.
+
+    Each is given by its file, line and name.
+    """
     functions = set()
     folders = tuple(str(Path(sys.modules[n].__file__).parent) for n in _PACKAGES)
 

@@ -11,11 +11,12 @@ Parameters are BF16, the context is 2048, and the data are random tokens. BF16 a
 train with `optax.adamw` and float32 moments. `coat` and `coat_max` train with
 `coat.fp8_adamw` in one pass (`coat.fused_update`). In cases named "released" the
 optimizer steps inside the backward pass (`coat.value_and_update`). On several GPUs
-parameters, moments and the batch are split over all of them. With `--context N` every N
-GPUs split each of their sequences, of which `--batch` is the number. With `--expert N`
-every N GPUs split the experts, and send them tokens. Each case, batch
-size and number of GPUs runs in its own process. New rows are added to the rows of the
-results file, which may be of several models, so that cases can be measured one by one.
+parameters, moments and the batch are split over all of them. With `--context N` each
+sequence is split over N GPUs, and `--batch` is the number of sequences of N GPUs. With
+`--expert N` the experts are split over N GPUs, which send one another tokens. Each
+case, batch size and number of GPUs runs in its own process. New rows are added to the
+rows of the results file, which may be of several models, so that cases can be measured
+one by one.
 """
 
 import argparse
@@ -64,9 +65,9 @@ _DEFAULT = ("bf16", "bf16, products saved", "te", "coat", "coat_max")
 _CASES = tuple(dict.fromkeys(("bf16", BY_HAND, *CASES)))
 _CASES += tuple(f"{case}{RELEASED}" for case in CASES)
 PLAIN_CASES = (*PLAIN, BY_HAND)
-# The results files of models on one to four GPUs, by kind, next to one model's.
+# The results files of several models on one to four GPUs, by kind of GPU.
 BY_KIND = {"H100": "bench_e2e_h100", "H200": "bench_e2e_h200"}
-# The cases with memory that `coat` is to halve.
+# The cases in BF16. `coat` should take at most half of their memory.
 _HALVED = ("bf16", "bf16, products saved")
 # The targets for tokens per second of each of several H200s.
 _OF_H200S = {
@@ -97,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = dataclasses.replace(ModelSize.of(args.preset), **sizes)
     if llama.CONFIGS[args.preset].experts and model.preset != args.preset:
         top.error(f"{args.preset} has experts, and only --layers and --seq change it")
-    # This process reads the device's name for the results file, and leaves the memory
-    # to the processes that measure.
+    # This process only reads the device's name for the results file. The memory is for
+    # the processes that measure.
     take_memory(at_once=False)
     rows = rows_to_join(top, args.out)
     gpu = device()["name"]
@@ -155,7 +156,7 @@ def measured(
 ) -> Row:
     """Measures a row in a new process; the row has an error if the process dies.
 
-    It has the options of `measure_alone`.
+    `options` are further arguments of `measure_alone`.
     """
     spawn = multiprocessing.get_context("spawn")
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
@@ -174,7 +175,7 @@ def measured(
 
 @contextmanager
 def _environment(xla_flags: str) -> Iterator[None]:
-    """Adds to XLA_FLAGS, which new processes inherit."""
+    """Adds to XLA_FLAGS in this context; new processes inherit the variable."""
     outer_flags = os.environ.get("XLA_FLAGS")
     os.environ["XLA_FLAGS"] = f"{outer_flags or ''} {xla_flags}".strip()
     try:
@@ -188,7 +189,8 @@ def _environment(xla_flags: str) -> Iterator[None]:
 def joined(rows: list[Row], row: Row) -> list[Row]:
     """Returns sorted rows with `row`, which replaces the row of the same measurement.
 
-    A measurement is given by model, case, GPUs, batch, what is split, and flags.
+    Rows are of the same measurement if their model, case, number of GPUs, batch,
+    splits of sequences and experts, and flags are equal.
     """
     return sorted(results.joined(rows, row, _key), key=_key)
 
@@ -206,21 +208,21 @@ def _key(row: Row) -> tuple[Any, ...]:
 def _splits(row: Row) -> tuple[int, int, float]:
     """Returns how many GPUs split a sequence and the experts, and the experts' buffer.
 
-    The buffer is infinite if there is none; see `Spread`. Rows of earlier versions lack
+    A row without a buffer has infinity; see `Spread`. Rows of earlier versions lack
     these entries.
     """
     return row.get("context", 1), row.get("expert", 1), row.get("buffer") or math.inf
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Adds ratios of tokens per second to other rows of the same model.
+    """Adds to each row its speed relative to other rows of the same model.
 
-    `ratio_to_bf16` compares rows of the same batch size, flags and commit, because GPUs
-    of one kind differ by 2%, and rows of one commit were measured on one GPU. A row
-    keeps its ratio if only `bf16` was measured again, at another commit.
-    `ratio_to_one_gpu` compares tokens per second and GPU in the same way with one GPU
-    and any flags. `ratio_to_best_bf16` is to the fastest BF16 row on as many GPUs, with
-    any flags.
+    `ratio_to_bf16` is relative to `bf16` with the same batch size, flags and commit:
+    GPUs of one kind differ by 2%, and rows of one commit were measured on one GPU. A
+    row keeps its ratio if only `bf16` was measured again, at another commit.
+    `ratio_to_one_gpu` compares tokens per second and GPU with the same case, batch size
+    and commit on one GPU, with the fastest flags. `ratio_to_best_bf16` is relative to
+    the fastest BF16 row on as many GPUs, with any batch size, flags and commit.
     """
     rates = {_identity(row): _rate(row) for row in rows if _ran(row)}
     best: dict[Any, float] = {}
@@ -247,7 +249,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 
 
 def _gpus(row: Row) -> int:
-    """Returns the number of GPUs; rows of earlier versions do not have it."""
+    """Returns the number of GPUs, 1 in rows of earlier versions without a number."""
     return row.get("gpus", 1)
 
 
@@ -265,7 +267,7 @@ def _ran(row: Row) -> bool:
 
 
 def _best(rows: list[Row], gpus: int, cases: Sequence[str]) -> float:
-    """Returns the most tokens per second and GPU of `cases` on `gpus` GPUs, or 0."""
+    """Returns the most tokens per second and GPU of `cases` on `gpus` GPUs, or 0.0."""
     of_cases = [r for r in rows if r["case"] in cases and _gpus(r) == gpus and _ran(r)]
     return max(map(_rate, of_cases), default=0.0)
 
@@ -273,10 +275,10 @@ def _best(rows: list[Row], gpus: int, cases: Sequence[str]) -> float:
 def bars(rows: list[Row], gpu: str = "") -> list[Bar]:
     """Returns the targets for the models and cases that were measured.
 
-    `gpu` is the name of the GPUs, as some targets are of H200s.
+    `gpu` is the name of the GPUs, because some targets are for H200s.
     """
     all_targets = []
-    # No target is of GPUs that split sequences or experts.
+    # No target is for GPUs that split sequences or experts.
     whole = [row for row in rows if _splits(row)[:2] == (1, 1)]
     groups = grouped(whole, ModelSize.of_row)
     for model, rows_of_model in groups.items():
@@ -334,7 +336,7 @@ def _bars_of_two(rows: list[Row]) -> list[Bar]:
 
 
 def _beside_one(coat: list[Row], where: str, target: float) -> list[Bar]:
-    """Returns the target for the speed of one of several GPUs, at equal batch."""
+    """Returns the target for the speed of a GPU among several, relative to one GPU."""
     paired = [row for row in coat if "ratio_to_one_gpu" in row]
     if not paired:
         return []
@@ -353,7 +355,7 @@ def _best_of_two(rows: list[Row]) -> list[Bar]:
 
 
 def _bars_of_more(rows: list[Row], speed: int | None) -> list[Bar]:
-    """Returns the targets on the most GPUs, if more than two, for `coat`.
+    """Returns the targets of `coat` on the largest number of GPUs, if above two.
 
     `speed` is the target for the tokens per second of a GPU, if there is one.
     """

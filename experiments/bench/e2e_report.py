@@ -1,8 +1,9 @@
-"""Tables and the figure of whole training steps, next to the paper's.
+"""Tables and figures of whole training steps, next to the paper's.
 
-The paper's are its table 7 and figure 1. Measured rows come from `bench_e2e`, or by
-kind of GPU from `by_kind`. Predicted rows come from `estimate`, and for the paper's
-GPUs and for one to eight from `estimate_table_7`.
+The paper's numbers are in its table 7, and figure 1 shows them. Measured rows come from
+the results file `bench_e2e`, or by kind of GPU from `by_kind`. Predicted rows come from
+the results file `estimate`, or from `estimate_table_7`, for the paper's GPUs and for
+one to eight GPUs.
 """
 
 import itertools
@@ -42,7 +43,7 @@ PUBLISHED = {
     ModelSize.of("llama3-8b", seq=8192): ("Megatron Bridge", 14_451),
 }
 _PUBLISHED_GPUS = 8
-# The kinds of memory in the figure. The last is the paper's, which prints no other sum.
+# The kinds of memory in the figure. The last is all that the paper does not print.
 _KINDS = {
     "optimizer": "optimizer",
     "saved": "saved activations",
@@ -55,7 +56,7 @@ _LOOKS = LOOKS | {"rest": LOOKS["workspace"], "unprinted": Look("#5f6b7d", "xx")
 
 
 def memory(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
-    """Returns the measured memory of the 7B model, with the prediction, by recipe."""
+    """Returns a table of the 7B model's measured and predicted memory, by recipe."""
     title = f"{_MODEL}, batch {_BATCH} a GPU, GiB; the paper's in GB"
     result = new_table(title, "", *_PARTS, "predicted peak", "error")
     peaks = {(r["case"], r["batch"]): r for r in predicted if r["of"] == "bench_e2e"}
@@ -78,14 +79,14 @@ def memory(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
 
 
 def _parts(optimizer: float, saved: float, peak: float) -> list[str]:
-    """Returns cells for optimizer, activations, all else at the peak, and the peak."""
+    """Returns cells for optimizer, activations, the rest of the peak, and the peak."""
     return [
         f"{size:.1f}" for size in (optimizer, saved, peak - optimizer - saved, peak)
     ]
 
 
 def speed(measured: Sequence[Row]) -> Table:
-    """Returns the measured tokens per second by case and batch."""
+    """Returns a table of the measured tokens per second, by case and batch."""
     columns = (
         Column("", "case"),
         Column("batch", "batch"),
@@ -102,7 +103,7 @@ def by_kind() -> dict[str, list[Row]]:
 
 
 def several(measured: Mapping[str, Sequence[Row]], predicted: Sequence[Row]) -> Table:
-    """Returns the measured steps of whole models on one to four GPUs."""
+    """Returns a table of the measured steps of whole models on one to four GPUs."""
     peaks = {(r["of"], *_place(r["model"], r)): r for r in predicted}
     rows = []
     for kind, row in ((kind, row) for kind, rows in measured.items() for row in rows):
@@ -146,7 +147,7 @@ def _place(model: str, row: Row) -> tuple[str, str, int, int]:
 
 
 def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
-    """Draws the tokens per second of a GPU on one to eight GPUs.
+    """Draws the tokens per second of each GPU against the number of GPUs.
 
     There is a panel for each model and kind of GPU of `_SCALED`. Points show the
     fastest batch that was measured, with its size as a label. Next to them are points
@@ -197,7 +198,7 @@ def _fastest(measured: Sequence[Row], model: ModelSize, recipe: str) -> dict[int
 
 
 def _papers(recipe: str) -> dict[int, float]:
-    """Returns the paper's tokens per second of a GPU for the 7B model."""
+    """Returns the paper's tokens/s of a GPU for the 7B model, by number of GPUs."""
     return {
         gpus: values[recipe][-1]
         for (model, gpus, _), values in TABLE_7.items()
@@ -210,7 +211,7 @@ def _rate(row: Row) -> float:
 
 
 def _recipe(case: str) -> str:
-    """Returns a case's recipe; policies of `jax.checkpoint` are BF16's."""
+    """Returns a case's recipe: "bf16" for all cases without this library."""
     return "bf16" if case in PLAIN_CASES else case
 
 
@@ -220,7 +221,7 @@ def _line(rates: dict[int, float]) -> tuple[list[int], list[float]]:
 
 
 def paper_speed() -> Table:
-    """Returns the paper's tokens per second of a GPU at the largest batch."""
+    """Returns a table of the paper's tokens/s of a GPU at the largest batch."""
     heads = ("GPUs", "recipe", "largest batch a GPU", "tokens/s a GPU", "x bf16")
     result = new_table("The paper's, on H100s of 80 GB", "", *heads)
     for (model, gpus, _), by_recipe in TABLE_7.items():
@@ -237,7 +238,7 @@ def paper_speed() -> Table:
 
 
 def of_the_paper(predicted: Sequence[Row]) -> Table:
-    """Returns predictions for the paper's GPUs and batches, above the paper's own."""
+    """Returns a table of predictions for the paper's settings, above its numbers."""
     title = "Predicted, GiB a GPU; the paper's below, GB"
     result = new_table(title, "", "recipe", *_PARTS, "largest batch a GPU")
     rows = [row for row in predicted if row["study"] == "paper"]
@@ -271,7 +272,7 @@ def _printed(values: Sequence[float | None]) -> list[str]:
 
 
 def of_gpus(predicted: Sequence[Row]) -> Table:
-    """Returns the predicted largest batch of a GPU by recipe, on one to eight GPUs.
+    """Returns a table of the predicted largest batch of a GPU, by recipe and GPUs.
 
     Each cell has a batch for every size of a GPU's memory.
     """
@@ -293,7 +294,7 @@ def of_gpus(predicted: Sequence[Row]) -> Table:
 
 
 def draw_shares(predicted: Sequence[Row], model: str = "Llama-2-13B") -> Figure:
-    """Draws the memory of a model by kind, predicted and the paper's, as in figure 1.
+    """Draws a model's memory by kind, predicted and the paper's, like figure 1.
 
     There is a panel for each number of GPUs on which the paper has all recipes.
 
@@ -335,7 +336,7 @@ def _paper_kinds(optimizer: float, saved: float, peak: float) -> dict[str, float
 
 
 def live(rows: Sequence[Row]) -> Table:
-    """Returns what `estimate.live` has measured, with predictions; sizes in MiB."""
+    """Returns a table of what `estimate.live` measured, with predictions, in MiB."""
     first = rows[0]
     columns = (
         Column("", "case"),

@@ -1,12 +1,13 @@
-"""Time and memory of layers that users of Flax wrote, with this library's lines.
+"""Time and memory of layers in plain Flax, with and without this library.
 
     uv run python -m experiments.bench.foreign
 
 times layers of several kinds, forward and backward, in BF16: as they are, with
 `coat.fp8_remat`, with `dot_general=coat.fp8_dot_general`, with both, and converted by
 `coat.fp8`. Decoder layers are compared with this library's own layer, too, in its
-`coat` recipe and in BF16. All cases of a layer are timed in turns. U is the size of the
-residual stream in BF16. Commands for the sizes of Qwen3-8B, and heads as in Gemma 2:
+`coat` recipe and in BF16. All cases of a layer are timed in alternation. U is the size
+of the residual stream in BF16. Commands for the sizes of Qwen3-8B, and for heads as in
+Gemma 2:
 
     uv run python -m experiments.bench.foreign --layers qwen --intermediate 12288
     uv run python -m experiments.bench.foreign --layers "gemma 2" --head-dim 256
@@ -51,7 +52,7 @@ from experiments.common.tables import bars as bars_table
 from experiments.common.timing import OPTIONS, add_turns, in_turns, turns_of
 
 Row = dict[str, Any]
-# Cases by their matmul and by what wraps the layer.
+# The `dot_general` and the wrapper of the layer, by case.
 CASES: dict[str, tuple[Callable | None, Callable]] = {
     "bf16": (None, lambda fn: fn),
     "fp8_remat": (None, coat.fp8_remat),
@@ -63,10 +64,10 @@ CASES: dict[str, tuple[Callable | None, Callable]] = {
     ),
     "fp8": (None, coat.fp8),
 }
-# The library's own layer next to decoder layers of others, by its recipe.
+# The recipe of the library's own layer, which is compared with Flax's, by case.
 OWN = "own layer"
 OWN_CASES = {OWN: "coat", f"{OWN}, bf16": "bf16"}
-# The options of the own layer that computes what a layer of others does.
+# Options with which the library's own layer computes what a layer of Flax computes.
 _GEMMA_2: dict[str, Any] = {"norm_placement": "both", "norm_offset": 1.0}
 _GEMMA_2 |= {"gate": "gelu", "scores": Scores(softcap=SOFTCAP)}
 OWN_OPTIONS: dict[type[Layer], dict[str, Any]] = {
@@ -77,8 +78,8 @@ OWN_OPTIONS: dict[type[Layer], dict[str, Any]] = {
     Gemma2: _GEMMA_2,
     Gemma2InKernels: _GEMMA_2,
 }
-# Targets on one Hopper GPU: speedups over BF16, the speed of the library's own layer, U
-# saved, and times smaller than BF16.
+# Targets on one Hopper GPU: the speed relative to BF16 and to the library's own layer,
+# the saved U, and BF16's saved bytes relative to these.
 _SPEED = {
     ("llama", "both"): 1.52,
     ("llama", "fp8_dot_general"): 1.45,
@@ -91,8 +92,8 @@ _UNITS = {
     ("diffusion transformer", "both"): 8.5,
 }
 _OTHERS, _OF_OWN, _SMALLER = 1.35, 0.98, 3.5
-# Targets of the own layer that computes a layer of other models than Llama: its speed
-# over the fastest BF16 layer, and U saved.
+# Targets of the library's own layer for models other than Llama: the speed relative to
+# the fastest BF16 layer, and the saved U.
 _OWN_SPEED, _OWN_UNITS = 1.5, 8.5
 _OTHER_MODELS = ("qwen", "gemma 2", "gemma 2, coat.attention")
 
@@ -132,7 +133,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def case_of(name: str, case: str, shape: Shape) -> tuple[Callable, nnx.State]:
-    """Returns a case as a function of parameters and inputs, and the parameters."""
+    """Returns a case as a function of parameters and inputs, and its parameters.
+
+    The parameters are abstract.
+    """
     if case in OWN_CASES:
         options = OWN_OPTIONS[LAYERS[name]]
         return layer(LAYER_CASES[OWN_CASES[case]], shape, **options)
@@ -144,9 +148,9 @@ def case_of(name: str, case: str, shape: Shape) -> tuple[Callable, nnx.State]:
 def layer_rows(
     name: str, shape: Shape, cases: Sequence[str], **options: float
 ) -> list[Row]:
-    """Times the cases of a layer in turns, and returns a row per case.
+    """Times the cases of a layer in alternation, and returns a row per case.
 
-    BF16 is always among them. `options` has the options of `in_turns`.
+    The case "bf16" is always among the rows. `options` are arguments of `in_turns`.
     """
     stream = shape.input()
     xs = [stream] * LAYERS[name].inputs
@@ -168,7 +172,8 @@ def layer_rows(
         for program, params in zip(programs, values, strict=True)
     ]
     ms = [1e3 * seconds for seconds in in_turns(calls, **options)]
-    # In a model the inputs are outputs of other layers, so `-x` makes them count.
+    # The report does not count arguments. In a model the inputs are outputs of other
+    # layers, so `-x` makes them count.
     saved = {
         case: coat.residual_report(
             lambda params, *xs, fn=fn: fn(params, *(-x for x in xs)), params, *xs
@@ -195,7 +200,7 @@ def forward_backward(
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Returns the targets of the measured cases. Targets of time are for GPUs."""
+    """Returns the targets of the measured cases: of memory, and on GPUs of time."""
     results = []
     own_ms = {
         row["layer"]: row["forward_backward_ms"] for row in rows if row["case"] == OWN
@@ -224,7 +229,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 
 
 def _own_bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """Yields the targets of this library's layer in the shapes of other models."""
+    """Yields the targets of this library's own layer for models other than Llama."""
     for name in _OTHER_MODELS:
         at = {row["case"]: row for row in rows if row["layer"] == name}
         if OWN not in at:

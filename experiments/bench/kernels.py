@@ -2,11 +2,11 @@
 
     uv run python -m experiments.bench.kernels
 
-measures every kernel on arrays that do not fit the L2 cache, in turns with XLA's
-version of the kernel's reference, and writes `bench_kernels.json`. New rows are added
-to the rows of this file, so that single kernels can be measured again; each row has its
-commit. Kernels run one after another. The largest matmuls are also measured on a chip
-that rests before each call.
+measures every kernel on arrays that do not fit the L2 cache, in alternation with the
+kernel's reference as XLA compiles it, and writes `bench_kernels.json`. New rows are
+added to the rows of this file, so that single kernels can be measured again; each row
+has its commit. Calls follow one another without a pause. The largest matmuls are also
+measured on a chip that rests before each call.
 """
 
 import argparse
@@ -34,8 +34,8 @@ from pallas_kernels.ops.rope.api import split_heads
 Row = dict[str, Any]
 _CUBE = (8192, 8192, 8192)
 _DRAWS = 4
-# Seconds in which the chip cools before each call. It also cools between the calls of
-# DeepGEMM's benchmark, which clears the cache there.
+# Seconds in which the chip cools before each call. DeepGEMM's benchmark pauses, too: it
+# clears the cache between calls.
 _REST_S = 0.02
 
 
@@ -97,7 +97,7 @@ def measured(args: argparse.Namespace) -> Iterable[Row]:
 
 
 def copy_gb_per_s(shape: tuple[int, int]) -> float:
-    """Measures the bandwidth of a device copy of a bfloat16 array, in GB/s."""
+    """Measures the bandwidth of copying a bfloat16 array on the device, in GB/s."""
     x = jnp.ones(shape, jnp.bfloat16)
     draws = [(x,)] + [(x + i,) for i in range(1, _DRAWS)]
     (time,) = timing.seconds(timing.compile_all([jnp.copy], draws), draws)
@@ -122,7 +122,7 @@ class ProductCase(NamedTuple):
 
     @property
     def chosen(self) -> tuning.Tuning | None:
-        """The settings that the tuning table chooses; None where cuBLASLt runs."""
+        """The settings that the tuning table chooses; None if it chooses cuBLASLt."""
         return tuning.choose(kernel_cases.PRODUCTS[self.kernel], *self.product.shape)
 
     @property
@@ -131,7 +131,7 @@ class ProductCase(NamedTuple):
         return tuning.tiles(kernel_cases.PRODUCTS[self.kernel], *self.product.shape)
 
     def draws(self) -> list[tuple[jax.Array, ...]]:
-        """Draws random operands."""
+        """Draws several sets of random operands."""
         return kernel_cases.draws(self.kernel, self.product.shape, self.product.dtypes)
 
 
@@ -152,7 +152,7 @@ def _programs(
 
 
 def elementwise_row(case: kernel_cases.KernelCase, compiled: list, copy: float) -> Row:
-    """Times the kernel and XLA, and compares the bandwidth with a copy's."""
+    """Returns times of the kernel and XLA, and the bandwidth relative to a copy's."""
     row: Row = {"kernel": case.kernel, "shape": "{} x {}".format(*case.shape)}
     for error in compiled:
         if isinstance(error, Exception):
@@ -166,7 +166,7 @@ def elementwise_row(case: kernel_cases.KernelCase, compiled: list, copy: float) 
 
 
 def products(args: argparse.Namespace) -> Iterable[ProductCase]:
-    """Yields three kinds of matmuls on a large cube, then all matmuls of models."""
+    """Yields three kernels' matmuls of size 8192^3, then all matmuls of models."""
     cube = kernel_cases.MatrixProduct(name="cube", shape=_CUBE)
     for kernel in ("product", "promoted", "blocks"):
         yield ProductCase(kernel, cube)
@@ -177,7 +177,7 @@ def products(args: argparse.Namespace) -> Iterable[ProductCase]:
 
 
 def product_row(case: ProductCase, compiled: list) -> Row:
-    """Times the kernel, and cuBLASLt through XLA."""
+    """Returns the times and rates of the kernel, and of cuBLASLt through XLA."""
     m, n, k = case.product.shape
     row: Row = {"kernel": case.kernel, "shape": f"{m} x {n} x {k}"}
     row["name"] = case.product.name
@@ -256,7 +256,7 @@ def bars(rows: list[Row]) -> list[Bar]:
 def _as_it_runs(row: Row) -> float:
     """Returns a matmul's speedup over cuBLASLt with the implementation that runs.
 
-    It is 1 if the tuning table chooses cuBLASLt.
+    The speedup is 1 if the tuning table chooses cuBLASLt.
     """
     return 1.0 if row["runs"] == "xla" else row["ratio_to_xla"]
 

@@ -4,9 +4,9 @@
 
 times a layer with BF16 weights: the BF16 layer as JAX differentiates it, the same with
 policies of `jax.checkpoint` and with `fp8_remat`, and the FP8 recipes. All cases of a
-shape are timed in turns. Figures of the paper, from table 6 and the total of table 2,
-are printed with them. Rows of other hidden sizes and sequences stay in the results
-file.
+shape are timed in alternation. The paper's numbers, from table 6 and the total of
+table 2, are printed below ours. Rows of other hidden sizes and sequences stay in the
+results file.
 """
 
 import argparse
@@ -70,10 +70,10 @@ class Compiled(NamedTuple):
     """The compiled programs of a case, and their memory.
 
     Attributes:
-      forward: The layer alone.
-      forward_backward: The layer and its gradients.
+      forward: The program of the forward pass.
+      forward_backward: The program of the forward and the backward pass.
       histories: The abstract histories of delayed scaling.
-      known: The columns of the case's row that are known without running it.
+      known: The columns of the case's row that compilation alone gives.
     """
 
     forward: jax.stages.Compiled
@@ -82,7 +82,7 @@ class Compiled(NamedTuple):
     known: Row
 
     def state(self, params: nnx.State) -> LayerState:
-        """Returns the state that the programs take in addition to their input."""
+        """Returns the first argument of the programs: parameters and new histories."""
         return LayerState(params, first_histories(self.histories))
 
 
@@ -161,13 +161,13 @@ def compile_cases(
 
 
 def known(path: Path) -> tuple[list[Row], list[Row]]:
-    """Returns the rows of a results file, and the rows of its profiles."""
+    """Returns the rows of a results file, and its rows of profiles."""
     rows, parts = (known_rows(path, of=of) for of in ("rows", "parts"))
     return rows, parts
 
 
 def replaced(rows: Sequence[Row], new_rows: Sequence[Row]) -> list[Row]:
-    """Returns `rows` with all rows of one shape replaced by `new_rows`."""
+    """Returns sorted rows, with `new_rows` in place of all rows of the same shape."""
     remaining = [
         row for row in rows if not new_rows or _sizes(row) != _sizes(new_rows[0])
     ]
@@ -182,10 +182,10 @@ def _sizes(row: Row) -> tuple[int, int]:
 def shape_rows(
     shape: Shape, compiled: Mapping[str, Compiled], **options: float
 ) -> list[Row]:
-    """Times the cases of a shape in turns, and returns a row per case.
+    """Times the cases of a shape in alternation, and returns a row per case.
 
     Ratios are speedups over the BF16 layer as `jax.vjp` differentiates it, and over the
-    fastest BF16 layer without this library. `options` has the options of `in_turns`.
+    fastest BF16 layer without this library. `options` are arguments of `in_turns`.
     """
     params, x, dy = arguments(shape)
     pairs = [(c, c.state(params)) for c in compiled.values()]
@@ -245,7 +245,7 @@ def arguments(shape: Shape) -> tuple[nnx.State, jax.Array, jax.Array]:
 
 
 def profile_rows(shape: Shape, compiled: Mapping[str, Compiled]) -> list[Row]:
-    """Profiles a call: returns a row per kind of kernel, and a row for gaps.
+    """Profiles some cases: returns a row for each kind of kernel, and one for gaps.
 
     The floor is the time that would remain if quantization cost nothing: half of BF16's
     time for matmuls, and all of BF16's time for attention. "bf16" must be among the
@@ -320,13 +320,13 @@ def _memory(at: dict[str, Row]) -> list[Bar]:
 
 
 def dominates(row: Row, other: Row) -> bool:
-    """Returns whether a case saves less and is faster than `other`."""
+    """Returns whether a case saves fewer bytes and takes less time than `other`."""
     keys = ("saved_units", "forward_backward_ms")
     return all(row[key] < other[key] for key in keys)
 
 
 def write(path: Path, rows: list[Row], parts: list[Row]) -> None:
-    """Writes the results file, with the rows of profiles as an entry of their own."""
+    """Writes the results file, with the rows of profiles in the entry "parts"."""
     extra = {"parts": parts} if parts else {}
     write_results(path, rows=rows, bars=bars(rows), **extra)
 

@@ -1,4 +1,4 @@
-"""Output of `bench_layer`: the paper's figures, tables and a plot of the frontier."""
+"""The output of `experiments.bench.layer`: tables, and a plot of the frontier."""
 
 import collections
 import itertools
@@ -20,7 +20,7 @@ _MARKERS = "osD^vP"
 
 
 def paper(case: str, shape: Shape) -> Row:
-    """Returns the paper's figures for a case, from tables 6 and 2; None if absent."""
+    """Returns the paper's numbers for a case, from tables 6 and 2; None if missing."""
     table = TABLE_6.get((shape.hidden, shape.seq), {}) if shape.batch == 4 else {}
     forward, backward, mib = table.get(case, (None, None, None))
     ms = forward and forward + backward
@@ -35,7 +35,7 @@ def paper(case: str, shape: Shape) -> Row:
 
 
 def tables(rows: list[Row]) -> Iterator[Table]:
-    """Yields a table like table 6 per shape, with the paper's figures below ours."""
+    """Yields a table like table 6 per shape, with the paper's numbers below ours."""
     columns = (
         Column("", "case"),
         with_paper("fwd, ms", "forward_ms", ".2f"),
@@ -52,7 +52,7 @@ def tables(rows: list[Row]) -> Iterator[Table]:
 
 
 def parts_table(parts: list[Row]) -> Table:
-    """Returns a table of the profiled milliseconds per part, with the floor."""
+    """Returns a table of the profiled milliseconds per part, with their floor."""
     columns = (
         Column("", "shape"),
         Column("case", "case"),
@@ -65,9 +65,9 @@ def parts_table(parts: list[Row]) -> Table:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """Plots time against saved activations, with the frontier of the best cases.
+    """Plots time against saved activations, with the Pareto frontier of the cases.
 
-    No case lies to the left of the frontier and below it.
+    No case is to the left of the frontier and below it.
     """
     groups = list(_by_shape(rows))
     columns = min(2, len(groups))

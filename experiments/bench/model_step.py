@@ -1,8 +1,8 @@
 """A training step of a whole Llama, for each of the compared cases.
 
 On several GPUs jit splits the work by the shardings of parameters and batch. One more
-case, `BY_HAND`, is BF16 as one writes it without jit's help: under `shard_map` each
-layer's weights are gathered in a loop, and their gradients scattered.
+case, `BY_HAND`, is BF16 with communication written out: under `shard_map` a loop
+gathers each layer's weights, and scatters their gradients.
 
 `measure` should run in its own process. The device memory that it reports then belongs
 to the step alone, and running out of memory affects nothing else.
@@ -46,7 +46,7 @@ GIB = 2**30
 Row = dict[str, Any]
 _WARM_UP = 2
 BY_HAND = "bf16, shard_map"
-# The end of the name of a case with the optimizer inside the backward pass.
+# The suffix of names of cases with the optimizer inside the backward pass.
 RELEASED = ", released"
 # The share of the device's memory that JAX may take; JAX's default is three quarters.
 MEMORY_SHARE = "0.95"
@@ -85,7 +85,7 @@ class ModelSize:
 
     @property
     def preset(self) -> str | None:
-        """The name of the preset that differs in nothing but layers and context."""
+        """The preset with these sizes except for layers and context, or None."""
         differs = {"layers": self.layers, "seq": self.seq}
         for preset in llama.CONFIGS:
             if dataclasses.replace(ModelSize.of(preset), **differs) == self:
@@ -94,7 +94,7 @@ class ModelSize:
 
     @property
     def name(self) -> str:
-        """The name of the preset and how the sizes differ from it; else the sizes."""
+        """The name of the preset with the sizes that differ, or the sizes alone."""
         preset = self.preset
         if preset is None:
             title = f"{self.layers} layers of {self.hidden}"
@@ -109,8 +109,8 @@ class ModelSize:
     ) -> llama.LlamaConfig:
         """Returns the configuration for a case, with parameters in BF16.
 
-        Sizes of a preset with experts are taken to be this preset's. `buffer` is for
-        them; see `Spread`.
+        If a preset with experts has these sizes, the model has its experts. `buffer` is
+        an option of experts; see `Spread`.
         """
         options: dict[str, Any] = {"recipe": case.recipe, "scaling": case.scaling}
         options |= {"num_layers": self.layers, "param_dtype": jnp.bfloat16}
@@ -139,9 +139,10 @@ class Spread:
 
     Attributes:
       gpus: The number of GPUs.
-      context: The number of GPUs that split each of their sequences.
-      expert: The number of GPUs that split the experts, and send them tokens.
-      buffer: The rows that a GPU has place for among these; see `llama.Experts`.
+      context: The number of GPUs that each sequence is split over.
+      expert: The number of GPUs that the experts are split over.
+      buffer: The relative size of buffers for rows that one GPU sends to another, or
+        None; see `llama.Experts`.
     """
 
     gpus: int = 1
@@ -151,11 +152,11 @@ class Spread:
 
     @property
     def groups(self) -> int:
-        """The number of GPUs, or of groups of GPUs, with sequences of their own."""
+        """The number of groups of GPUs that hold different sequences."""
         return self.gpus // self.context
 
     def mesh(self, model: ModelSize) -> Mesh | None:
-        """Returns the mesh; None is one GPU.
+        """Returns the mesh; None means one GPU.
 
         Raises:
           ValueError: If the sizes do not divide the GPUs, or the length of sequences.
@@ -284,7 +285,7 @@ def measure_alone(
 
 
 def take_memory(*, at_once: bool, share: str = MEMORY_SHARE) -> None:
-    """Reserves a share of the devices' memory, now or when it is needed.
+    """Makes JAX reserve a share of the devices' memory at once, or when it is needed.
 
     JAX must not have been used in this process yet.
     """
@@ -299,7 +300,7 @@ def measure(
 ) -> Row:
     """Measures the time and memory of a case's training step.
 
-    Sizes are those on one GPU. The row has an error if memory does not suffice.
+    Sizes in the row are per GPU. The row has an error if memory does not suffice.
 
     Args:
       case: A name in `CASES`, with `RELEASED` at its end for `coat.value_and_update`,
@@ -308,11 +309,11 @@ def measure(
       batch: The number of sequences of a step on each GPU, or group of GPUs that split
         their sequences.
       steps: The number of timed steps.
-      spread: The GPUs.
+      spread: The GPUs, and what is split over them.
 
     Raises:
-      ValueError: If the model cannot be split so, or the case splits neither sequences
-        nor experts.
+      ValueError: If the model cannot be split so, if a loss is not finite, or if
+        `spread` splits sequences or experts with the case `BY_HAND`.
     """
     if case == BY_HAND and spread != Spread(gpus=spread.gpus):
         raise ValueError(f"{case} splits the batch alone, got {spread}")

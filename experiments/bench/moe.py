@@ -1,17 +1,18 @@
-"""Rates of grouped matmuls, the experts of a mixture of experts, on one GPU.
+"""Rates of grouped matmuls, as in mixtures of experts, on one GPU.
 
     uv run python -m experiments.bench.moe
 
-compares the kernels with their definitions in jnp, then measures each matmul in turns
-with others, and writes `moe.json`: the same kernel in BF16, a dense FP8 matmul of as
-many numbers, XLA's batched BF16 matmul of equal groups, JAX's kernel of `ragged_dot`,
-and `jax.lax.ragged_dot`. Rates include the list of tiles, and count no padding. With
-`--only layers` it measures whole layers with the shapes of Qwen3-30B-A3B and Mixtral;
-see `experiments.bench.moe_layers`. With `--only kernels` it profiles these layers, ours
-and a user's, and writes a row for each kernel that ran on the GPU. With
-`--only expert_parallel`, on two GPUs or more, it checks and measures a layer with its
-experts on all of them; see `experiments.bench.moe_parallel`. Rows are printed as lines
-of JSON as they come. With `--small` it interprets tiny kernels on a CPU.
+compares the kernels with their definitions in jnp, then times each matmul, and writes
+`moe.json`. Timings alternate with other matmuls: the same kernel in BF16, a dense FP8
+matmul of as many FLOPs, XLA's batched BF16 matmul of equal groups, JAX's kernel of
+`ragged_dot`, and `jax.lax.ragged_dot`. Times include the list of tiles, and rates count
+no padding. With `--only layers` it measures whole layers with the shapes of
+Qwen3-30B-A3B and Mixtral; see `experiments.bench.moe_layers`. With `--only kernels` it
+profiles these layers, ours and a user's, and writes a row for each kernel that ran on
+the GPU. With `--only expert_parallel`, on two GPUs or more, it checks and measures a
+layer with its experts split over all GPUs; see `experiments.bench.moe_parallel`. Rows
+are printed as lines of JSON as they come. With `--small` it interprets tiny kernels on
+a CPU.
 """
 
 import argparse
@@ -52,8 +53,8 @@ from pallas_kernels.dispatch import devices, operations
 from pallas_kernels.ops.grouped_matmul import tuning
 
 Row = dict[str, Any]
-# The most experts of which `jax.lax.ragged_dot` is timed: it computes all rows for
-# each of them.
+# The most experts with which `jax.lax.ragged_dot` is timed: it computes all rows for
+# each expert.
 _FEW_EXPERTS = 8
 
 
@@ -99,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Interprets kernels as on a GPU with two multiprocessors."""
+    """Interprets kernels in this context, as on a GPU with two multiprocessors."""
     count, devices.multiprocessors = devices.multiprocessors, lambda: 2
     try:
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
@@ -109,7 +110,7 @@ def interpreted() -> Iterator[None]:
 
 
 def measured(args: argparse.Namespace, end: float) -> Iterator[Row]:
-    """Yields the rows of all cases, the most important first."""
+    """Yields the rows of the cases in `--only`, in this order."""
     shapes = [SMALL] if args.small else list(FORWARD)
     brief = {"calls": 1, "rounds": 1}
     options = brief if args.small else {"calls": 3, "rounds": 3, "round_s": 0.15}
@@ -140,7 +141,7 @@ def measured(args: argparse.Namespace, end: float) -> Iterator[Row]:
 def rates(
     programs: Iterator[Program], shape: Shape, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Measures programs in turns; returns TFLOP/s, or what failed, by name."""
+    """Times programs in alternation; returns TFLOP/s, or error messages, by name."""
     times, errors = timed(list(programs), options)
     return {
         f"{program.name}_tflop_per_s": shape.flops * program.matmuls / seconds / 1e12
@@ -159,7 +160,7 @@ def gradient(*arrays: jax.Array, **options: Any) -> jax.Array:
 
 
 def checks(shape: Shape) -> Iterator[Row]:
-    """Compares kernels with their definitions, for all kinds of sizes."""
+    """Compares kernels with their definitions, and yields a row per kind of sizes."""
     rows, experts, k, n = shape
     a, b, *scales = operands(shape)
     dy, x = drawn(5, (rows, n), BF16), drawn(6, (rows, k), BF16)
@@ -181,7 +182,7 @@ def checks(shape: Shape) -> Iterator[Row]:
         return pk.grouped_weight_gradient(*codes, sizes, one, each, **options)
 
     def deviations(sizes, *scales):
-        """Returns the standard deviation of each sum of products."""
+        """Returns each result's standard deviation under random signs of products."""
         squares = (jnp.square(v.astype(F32)).astype(BF16) for v in (a, b))
         scales = map(jnp.square, scales)
         arrays = *squares, sizes, *scales
@@ -206,12 +207,13 @@ def checks(shape: Shape) -> Iterator[Row]:
         for kind in (*KINDS, *UNUSUAL):
             error = float(worst(function, unit, sizes_of(kind, rows, experts)))
             row = {"case": f"check {name}", "sizes": kind, "largest_error": error}
-            # Both round to bfloat16; the tensor cores round sums to about 14 bits.
+            # Kernels and definitions round to bfloat16; tensor cores keep sums to about
+            # 14 bits.
             yield row | {"right": error < 0.05}
 
 
 def forward(shape: Shape) -> Iterator[Program]:
-    """Yields the forward matmul by kinds of group sizes, then dense and wide ones."""
+    """Yields the forward matmul by kind of group sizes, and programs to compare."""
     rows, experts, k, _ = shape
     a, b, *scales = operands(shape)
     for kind in KINDS:
@@ -243,7 +245,7 @@ def _kernel_if_hopper() -> operations.Implementation | None:
 
 
 def _mosaics(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Computes a grouped matmul with JAX's example of a kernel."""
+    """Computes a grouped matmul with JAX's example kernel `ragged_dot`."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
     tiles = {"block_m": 128, "block_n": 128, "block_k": 64, "grid_block_n": 8}
@@ -253,7 +255,7 @@ def _mosaics(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def input_gradient(shape: Shape) -> Iterator[Program]:
-    """Yields the matmul of a forward matmul's input gradients."""
+    """Yields the matmul of input gradients, by kind of group sizes."""
     rows, experts, k, n = shape
     a, b, *scales = operands(shape._replace(k=n, n=k), backward=True)
     for kind in KINDS:
@@ -262,10 +264,10 @@ def input_gradient(shape: Shape) -> Iterator[Program]:
 
 
 def weight_gradient(shape: Shape) -> Iterator[Program]:
-    """Yields the matmul of weight gradients, and the programs to compare with it."""
+    """Yields the matmul of weight gradients by kind of sizes, and others to compare."""
     rows, experts, k, n = shape
     total = pk.padded_rows(rows, experts)
-    # Times do not depend on what is between groups.
+    # Times do not depend on the values between groups.
     x, dy = drawn(1, (k, total), E4M3), drawn(2, (n, total), E5M2)
     scales = positive(3, ()), positive(4, (experts,))
     for kind in KINDS:
@@ -285,7 +287,7 @@ def weight_gradient(shape: Shape) -> Iterator[Program]:
 
 
 def ragged_dot(shape: Shape) -> Iterator[Program]:
-    """Yields forward and backward passes, the quantization of operands included."""
+    """Yields both passes of `coat.fp8_ragged_dot`, and of XLA's batched matmul."""
     rows, experts, k, n = shape
     x, w = drawn(1, (rows, k), BF16), drawn(2, (experts, k, n), BF16)
     dy = drawn(3, (rows, n), BF16)
@@ -303,7 +305,7 @@ def ragged_dot(shape: Shape) -> Iterator[Program]:
 
 
 def settings(shape: Shape) -> Iterator[Program]:
-    """Yields the forward matmul and weight gradients with all settings."""
+    """Yields the forward matmul and weight gradients with every tuning."""
     rows, experts, k, n = shape
     sizes = sizes_of("random", rows, experts)
     a, b, *scales = operands(shape)
@@ -328,7 +330,7 @@ CASES: dict[str, Callable[[Shape], Iterator[Program]]] = {
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """Returns the targets of an H100."""
+    """Returns the targets for an H100."""
     reached = []
     targets = (
         ("forward", "random_tflop_per_s", FORWARD),

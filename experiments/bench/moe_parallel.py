@@ -2,7 +2,7 @@
 
 Each GPU has an equal part of the tokens and of the experts. The layer's results are
 compared with one GPU's results for all tokens, and its time with the time of one GPU
-that has as many tokens as each has here, and all experts.
+that has all experts, and as many tokens as one GPU of the mesh.
 """
 
 import functools
@@ -22,11 +22,11 @@ from experiments.bench import moe_layers
 from experiments.bench.moe_layers import LayerShape, Row, passes
 from experiments.common.timing import Program, timed
 
-# Recipes, and the rows that a GPU has place for; see `Experts.buffer`.
+# Recipes, and values of `Experts.buffer`.
 CASES = (("coat", 1.5), ("bf16", 1.5), ("coat", None), ("te", None), ("bf16", None))
 SMALL = LayerShape(256, 8, 2, 128, 128)
-# The largest error of results relative to one GPU's. Sums in another order move
-# roundings, and choices among near experts.
+# The largest error of results relative to one GPU's. Another order of sums changes
+# roundings, and the choice among experts with nearly equal scores.
 LARGEST_ERROR = 0.02
 
 
@@ -41,14 +41,14 @@ def layer_of(
 
 
 def arguments(shape: LayerShape, gpus: int) -> tuple[Any, jax.Array, jax.Array]:
-    """Returns parameters, the stream and its gradient, a sequence for each GPU."""
+    """Draws parameters, input and the output's gradient, a sequence for each GPU."""
     params, *streams = moe_layers.arguments(shape)
     x, dy = (v.reshape(gpus, -1, shape.hidden) for v in streams)
     return params, x, dy
 
 
 def shardings(params: Any, mesh: Mesh) -> tuple[Any, NamedSharding, NamedSharding]:
-    """Returns where the arguments of a layer are: experts and tokens are split."""
+    """Returns the shardings of a layer's arguments: experts and tokens are split."""
     split = NamedSharding(mesh, P(EXPERT))
     places = {
         name: split if name in ("gate_up", "down") else NamedSharding(mesh, P())
@@ -58,7 +58,7 @@ def shardings(params: Any, mesh: Mesh) -> tuple[Any, NamedSharding, NamedShardin
 
 
 def rows(small: bool, end: float, options: dict[str, Any]) -> Iterator[Row]:
-    """Yields, for each recipe, the milliseconds and the error on all GPUs."""
+    """Yields a row for each case, with the milliseconds and the error on all GPUs."""
     shape = SMALL if small else moe_layers.QWEN3
     gpus = jax.device_count()
     of_all: Row = {"case": "expert_parallel", **shape._asdict(), "gpus": gpus}
@@ -92,7 +92,7 @@ def largest_error(
     results = jax.jit(functools.partial(passes, layer))(*spread)
     expected = jax.jit(functools.partial(passes, alone))(*whole)
     pairs = zip(*map(jax.tree.leaves, (results, expected)), strict=True)
-    # NaN is the largest of errors with NaN.
+    # The maximum is NaN if any error is NaN.
     return float(jnp.max(jnp.stack([relative_error(*pair) for pair in pairs])))
 
 

@@ -3,9 +3,10 @@
     uv run python -m experiments.bench.offload
 
 The layers are a Llama of plain Flax in a scan, wrapped with `jax.checkpoint` in BF16,
-and with `coat.fp8_remat` and FP8 matmuls. The policy lets the results of all matmuls
-wait in the host's memory, and computes all else again. Forward and backward are timed
-in turns, next to the same layers with a policy that keeps these results on the device.
+and with `coat.fp8_remat` and FP8 matmuls. The policy keeps the results of all matmuls
+in the host's memory until backward, which recomputes everything else. Forward and
+backward are timed in alternation with the same layers under a policy that keeps these
+results on the device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measured(shape: Shape, layers: int, **options: float) -> list[Row]:
-    """Times all cases in turns, with and without offloading.
+    """Times all cases in alternation, with and without offloading.
 
     Args:
       shape: The shape of a layer.
       layers: The number of layers.
-      options: The options of `in_turns`.
+      options: The arguments of `in_turns`.
 
     Returns:
       A row for each case: whether it offloads, milliseconds of forward and backward,
@@ -95,7 +96,7 @@ def measured(shape: Shape, layers: int, **options: float) -> list[Row]:
 def programs(
     shape: Shape, layers: int
 ) -> Iterator[tuple[str, bool, Callable[..., jax.Array], Any]]:
-    """Yields each case, whether it offloads, its function, and shapes of parameters."""
+    """Yields each case, whether it offloads, its function and abstract parameters."""
     for case, (wrap, dot_general) in CASES.items():
         graph, params = made("llama", shape, dot_general)
         params = jax.tree.map(partial(_stacked, layers), params)
@@ -117,7 +118,7 @@ def _run(layer: Callable, params: Any, x: jax.Array) -> jax.Array:
 
 
 def host_bytes(run: Callable, params: Any, x: jax.Array) -> int:
-    """Returns the bytes that wait on the host between forward and backward."""
+    """Returns the bytes that are on the host between forward and backward."""
     program = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(run, *args)[1]))
     saved = program(params, x).out_avals
     on_host = [a for a in saved if a.memory_space == jax.memory.Space.Host]
@@ -125,7 +126,7 @@ def host_bytes(run: Callable, params: Any, x: jax.Array) -> int:
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Returns the targets of `coat` next to `bf16` where both offload."""
+    """Returns the targets of `coat` relative to `bf16`, both with offloading."""
     at = {row["case"]: row for row in rows if row["offloads"]}
     host, time = (at["coat"][key] / at["bf16"][key] for key in ("host_bytes", "ms"))
     targets = [Bar.of("bytes on the host / bf16's", "<=", _BYTES, host)]

@@ -47,7 +47,7 @@ def optax_adamw() -> optax.GradientTransformation:
 def chain_step(
     tx: optax.GradientTransformation,
 ) -> tuple[optax.GradientTransformation, Step]:
-    """Returns `tx` and a step of `tx.update`, then `optax.apply_updates`."""
+    """Returns `tx`, and a step with `tx.update` and `optax.apply_updates`."""
 
     def step(carry, grads):
         params, state = carry
@@ -58,7 +58,7 @@ def chain_step(
 
 
 def fused_step(stochastic: bool = False) -> tuple[optax.GradientTransformation, Step]:
-    """Returns `fp8_adamw` and a step of `coat.fused_update`."""
+    """Returns `fp8_adamw`, and a step with `coat.fused_update`."""
     tx = fp8_adamw()
     key = jax.random.key(0) if stochastic else None
     return tx, lambda carry, grads: coat.fused_update(tx, grads, *carry[::-1], key=key)
@@ -85,7 +85,7 @@ def llama_7b(stacked: bool) -> Any:
 
 
 def random_tree(abstract: Any, scale: float) -> Any:
-    """Draws normal numbers one array at a time, because float32 would not fit twice."""
+    """Draws normal numbers one array at a time, so that wider temporaries fit."""
     leaves, treedef = jax.tree.flatten(abstract)
 
     def draw(seed, x):

@@ -7,9 +7,9 @@
 
 Each row is a row of `experiments.bench.e2e`, in a process of its own, with the
 prediction of `coat.estimate_memory`; BF16 with policies of `jax.checkpoint` is
-predicted in the same way. A step of Llama-2-13B does not fit on a GPU of 80 GB with
-gradients. The time that it would take there follows from models of 10 and of 20 of its
-layers, since time is linear in layers.
+predicted in the same way. An ordinary step of Llama-2-13B, which holds all gradients,
+does not fit on a GPU of 80 GB. The time that it would take there follows from models of
+10 and of 20 of its layers, since time is linear in layers.
 """
 
 import argparse
@@ -98,8 +98,8 @@ _PARTS = tuple(dict.fromkeys(run.part for run in RUNS))
 # The models of 30B take nearly all of an H200's memory.
 _SHARES = {"llama-30b": "0.98", "qwen3-30b-a3b": "0.98"}
 _ON_ONE_H200 = (_LONGER, *_SHARES)
-# Targets: peaks in GiB by model, case, batch and GPUs; seconds over ordinary ones; and
-# the error of predictions.
+# Targets: peaks in GiB by model, batch and GPUs; the time of a step relative to an
+# ordinary one; and the error of predictions.
 _PEAKS = {
     ("llama2-7b", 2, 1): 35.5,
     ("llama2-7b", 12, 2): 65.5,
@@ -108,7 +108,7 @@ _PEAKS = {
 }
 _SECONDS = {"llama2-7b": 1.03, "llama2-13b": 1.03, "two": 1.02}
 _ERROR = 0.03
-# The target for tokens a second of the best batch, and over the best BF16.
+# Targets for the tokens per second of the best batch, and the ratio to the best BF16.
 _TOKENS = {"qwen3-30b-a3b": 9500}
 _TIMES_BF16 = {_LONGER: 1.65}
 
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.predict:
         predict_again(args.out)
         return
-    # This process reads the device's name, and leaves the memory to those that measure.
+    # This process only reads the device's name; measurements run in others.
     take_memory(at_once=False)
     rows = rows_to_join(top, args.out)
     runs = [run for run in RUNS if run.part in args.only]
@@ -164,13 +164,13 @@ def run_of(row: Row) -> Run:
 
 
 def predicted(run: Run) -> Row:
-    """Returns the peak that the estimator predicts."""
+    """Returns the entries of a row for the run's part and its predicted peak."""
     expected = estimate(run.case, run.model, run.batch, run.gpus)
     return {"part": run.part, "predicted_gib": expected.peak_bytes / GIB}
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """Returns the values by which a row differs from all others."""
+    """Returns the values that identify a row."""
     return row["part"], row["case"], row["batch"], row["layers"], row["gpus"]
 
 
@@ -208,7 +208,7 @@ def _peaks(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def _seconds(rows: Sequence[Row]) -> Iterator[Bar]:
-    """Yields the targets for times relative to ordinary steps."""
+    """Yields the targets for times of steps relative to ordinary steps."""
     for row in _released(rows):
         case = row["case"].removesuffix(RELEASED)
         others = [
@@ -225,7 +225,10 @@ def _seconds(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def _time_of(layers: int, rows: Sequence[Row]) -> float | None:
-    """Returns the ms of a step of `layers` layers, from a row or a line through two."""
+    """Returns the ms of a step of `layers` layers, or None.
+
+    They come from a row with as many layers, or from a line through two other rows.
+    """
     times = {row["layers"]: row["ms_per_step"] for row in rows}
     if layers in times:
         return times[layers]

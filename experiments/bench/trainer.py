@@ -1,18 +1,18 @@
-"""Steps of a trainer that others wrote, with and without this library's two lines.
+"""Training steps of trainers outside this library, in BF16 and with `coat.fp8`.
 
     uv run python -m experiments.bench.trainer --trainer flax
     uv run python -m experiments.bench.trainer --trainer flax --gpus 1 2
     python -m experiments.bench.trainer --trainer tunix
 
-trains a Qwen 3 in BF16. `flax` is a model of plain Flax with `nnx.Optimizer`, or by
-`jax.jit` with `--gpus`, where each array is split along its largest axis over the GPUs,
-and `--batch` is the batch of a GPU. `tunix` is tunix's own Qwen 3 in its `PeftTrainer`,
-which needs `pip install google-tunix`. The cases are `bf16`, each layer under
-`jax.checkpoint` and `optax.adamw` with float32 moments; `bf16, all saved`, without
-checkpoints; and `ours`, which is `coat.fp8` of the model and `coat.fp8_adamw`. `flax`
-runs cuDNN's attention, and writes it out in a further case, `ours, attention written
-out`; tunix always writes it out. Each case runs in a process of its own, because the
-peak of memory is the process's.
+trains a Qwen 3 in BF16. `flax` is a model of plain Flax with `nnx.Optimizer`. With
+`--gpus` it trains under `jax.jit` with each array split along its largest axis over the
+GPUs, and `--batch` is the batch of a GPU. `tunix` is tunix's own Qwen 3 in its
+`PeftTrainer`, which needs `pip install google-tunix`. The cases are `bf16`, each layer
+under `jax.checkpoint` and `optax.adamw` with float32 moments; `bf16, all saved`,
+without checkpoints; and `ours`, which is `coat.fp8` of the model and `coat.fp8_adamw`.
+`flax` runs cuDNN's attention; a further case, `ours, attention written out`, has
+attention in plain matmuls and a softmax, as tunix always has. Each case runs in a
+process of its own, because the peak of memory is the process's.
 """
 
 import argparse
@@ -46,9 +46,9 @@ TRAINERS = ("flax", "tunix")
 _SIZES = ("trainer", "hidden", "layers", "intermediate", "kv_heads", "vocab", "batch")
 _SIZES += ("seq",)
 _WIDE, _SPEED, _SPEED_WIDE, _PEAK = 4096, 1.2, 1.35, 0.55
-# On two GPUs: times BF16, and a GPU's share of the tokens/s of one.
+# On two GPUs: the speed relative to BF16, and a GPU's tokens/s relative to one GPU.
 _SPEED_OF_TWO, _SHARE_OF_TWO = 1.47, 0.92
-# Attention that is written out, next to cuDNN's.
+# The speed with attention that is written out, relative to cuDNN's attention.
 _SHARE_WRITTEN_OUT = 0.97
 
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command = [sys.executable, "-m", "experiments.bench.trainer", *same]
         command += ["--case", case] + (["--gpus", str(gpus)] if gpus else [])
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if run.returncode:  # It does not fit, for one.
+        if run.returncode:  # Memory may not suffice.
             failed = {"case": case, "gpus": gpus, "error": "see the log"}
             rows.append(sizes | failed)
         else:
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the row of one case: tokens/s and the peak of memory."""
+    """Returns the row of one case: tokens/s and the peak memory."""
     tx = coat.fp8_adamw(1e-4) if _is_ours(args.case) else _adamw(1e-4)
     gpus, steps = None, {"flax": _flax_step, "tunix": _tunix_step}
     if args.gpus:
@@ -150,7 +150,7 @@ def _beside_bf16(
 ) -> list[Bar]:
     """Returns the targets of `ours`, relative to the fastest BF16 case among `rows`.
 
-    All rows are of one number of GPUs.
+    All rows have the same number of GPUs.
     """
     by_case = {row["case"]: row for row in rows if "error" not in row}
     in_bf16 = [row for case, row in by_case.items() if not _is_ours(case)]
@@ -176,7 +176,7 @@ def _is_ours(case: str) -> bool:
 
 
 def _adamw(rate: float) -> optax.GradientTransformation:
-    """Returns AdamW with both moments in float32, also of BF16 parameters."""
+    """Returns AdamW with both moments in float32, for BF16 parameters, too."""
 
     def wide(tree):
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
@@ -221,7 +221,7 @@ class _Model(nnx.Module):
 
 
 class _Checkpointed(nnx.Module):
-    """A layer that backward computes again."""
+    """A layer that the backward pass recomputes."""
 
     def __init__(self, layer: nnx.Module):
         self.layer = layer
@@ -254,13 +254,13 @@ def _flax_step(args: argparse.Namespace, tx: Any) -> Callable[[int], jax.Array]:
         return value
 
     # Flax takes a model of 28 layers apart in Python at each step, which takes longer
-    # than the step. It does so once for a cached step.
+    # than the step. `nnx.cached_partial` takes the model apart only once.
     cached = nnx.cached_partial(step, model, optimizer)
     return lambda number: cached(_batch(args, number))
 
 
 def _split_step(args: argparse.Namespace, tx: Any) -> Callable[[int], jax.Array]:
-    """Returns a step on `args.gpus` GPUs, which split all arrays."""
+    """Returns a step on `args.gpus` GPUs, with arrays split over them."""
     [gpus] = args.gpus
     kinds = (AxisType.Auto,)
     mesh = jax.make_mesh((gpus,), ("fsdp",), kinds, devices=jax.devices()[:gpus])
@@ -292,7 +292,7 @@ def _split_step(args: argparse.Namespace, tx: Any) -> Callable[[int], jax.Array]
 
 
 def _along_largest_axis(mesh: Mesh, array: jax.Array) -> NamedSharding:
-    """Returns a sharding that splits the largest axis, where the GPUs divide it."""
+    """Returns a sharding that splits the largest axis, if the mesh size divides it."""
     size = max(array.shape, default=0)
     spec = [None] * array.ndim
     if size and size % mesh.size == 0:

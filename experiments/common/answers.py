@@ -12,7 +12,7 @@ ALL = "all"  # The kind of all questions together.
 
 
 def written(right: Iterable[Any]) -> str:
-    """Returns answers as a string of 1 for right and 0 for wrong ones.
+    """Returns a string with "1" for each right answer and "0" for each wrong one.
 
     Examples:
       >>> written([True, False])
@@ -26,8 +26,8 @@ def right_answers(
 ) -> dict[str, Bool[np.ndarray, "seeds questions"]]:
     """Returns whether each answer is right, by recipe.
 
-    Only the seeds that all recipes have count. Without such seeds no recipe is
-    returned.
+    Only seeds that all recipes have are counted. If there is no such seed, the result
+    is empty.
 
     Args:
       rows: Rows with "recipe", "seed" and "right", a string that `written` returned.
@@ -46,7 +46,8 @@ def right_answers(
 def percents(right: Float[np.ndarray, "seeds questions"]) -> tuple[float, float, float]:
     """Returns the percentage of right answers, and the ends of its 95% interval.
 
-    The interval is over questions. An answer counts as the mean over seeds.
+    The samples of the interval are questions: the value of each question is the mean
+    of its answers over seeds.
     """
     share, count = float(right.mean()), right.shape[1]
     low, high = wilson(share * count, count)
@@ -57,9 +58,9 @@ def points(
     right: Float[np.ndarray, "seeds questions"],
     reference: Float[np.ndarray, "seeds questions"],
 ) -> tuple[float, float]:
-    """Returns the points above `reference`, and half of their 95% interval.
+    """Returns the percentage points above `reference`, and half of their interval.
 
-    Both are about the same questions. The standard error belongs to the mean of the
-    questions' differences.
+    Both arrays are about the same questions. The 95% interval follows from the
+    standard error of the mean of the questions' paired differences.
     """
     return mean_and_half(100 * (right.mean(axis=0) - reference.mean(axis=0)))

@@ -1,8 +1,8 @@
-"""Transformer layers as users of Flax write them: this library's attention is in one.
+"""Transformer layers as users of Flax write them; one of them uses `coat.attention`.
 
-They differ in what the library's own layers fix: separate matmuls for queries, keys and
-values, norms of single heads, biases, LayerNorm, cross attention, modulation, and marks
-on activations as trainers have them.
+They have what the library's own layers do not, or not in this form: separate matmuls
+for queries, keys and values, norms of single heads, biases, LayerNorm, cross attention,
+the modulation of DiT, and names and sharding constraints of activations.
 """
 
 from collections.abc import Callable
@@ -39,22 +39,22 @@ class Modules:
         return nnx.Linear(inputs, outputs, use_bias=bias, **options)
 
     def rms_norm(self, size: int) -> nnx.RMSNorm:
-        """Returns a norm."""
+        """Returns an RMSNorm."""
         return nnx.RMSNorm(size, **self._options)
 
     def layer_norm(self, size: int, affine: bool = True) -> nnx.LayerNorm:
-        """Returns a norm, with a weight and a bias if `affine`."""
+        """Returns a LayerNorm, with a weight and a bias if `affine`."""
         options = {"use_scale": affine, "use_bias": affine} | self._options
         return nnx.LayerNorm(size, **options)
 
 
 class Layer(nnx.Module):
-    """The base of all layers, with attention.
+    """The base class of these layers, with a method for attention.
 
     Attributes:
       inputs: The number of arrays that the layer takes.
-      attention_in: The library that computes attention on GPUs: "cudnn" or "xla", for
-        which JAX writes attention out.
+      attention_in: The `implementation` of `jax.nn.dot_product_attention` on GPUs:
+        "cudnn", or "xla", which computes attention with plain matmuls and a softmax.
     """
 
     inputs = 1
@@ -70,7 +70,7 @@ class Layer(nnx.Module):
     def attention(
         self, q: Array, k: Array, v: Array, causal: bool = True
     ) -> Float[Array, "b s m"]:
-        """Computes attention of queries, keys and values, with heads joined."""
+        """Computes attention, and joins the heads of the result."""
         on_gpu = jax.default_backend() == "gpu"
         implementation = self.attention_in if on_gpu else None
         out = jax.nn.dot_product_attention(
@@ -91,7 +91,7 @@ def rope(x: Float[Array, "b s n d"], theta: float = 500_000.0) -> Array:
 
 
 class FlaxLlama(Layer):
-    """RMSNorm, grouped queries, RoPE and a gated MLP."""
+    """A Llama layer: RMSNorm, grouped-query attention, RoPE and a gated MLP."""
 
     def __init__(self, shape: Shape, make: Modules):
         super().__init__(shape, make)
@@ -103,11 +103,11 @@ class FlaxLlama(Layer):
         self.down = make.linear(f, h)
 
     def mark(self, x: Array, name: str) -> Array:
-        """Marks an activation, in subclasses; here it returns the activation."""
+        """Returns an activation as it is; subclasses add a name or a constraint."""
         return x
 
     def qkv(self, h: Array) -> tuple[Array, Array, Array]:
-        """Returns queries, keys and values."""
+        """Returns queries and keys after RoPE, and values."""
         q, k, v = (self.heads(linear(h)) for linear in (self.q, self.k, self.v))
         return rope(q), rope(k), v
 
@@ -145,19 +145,19 @@ class Qwen(FlaxLlama):
         self.q_norm, self.k_norm = (make.rms_norm(shape.head_dim) for _ in range(2))
 
     def qkv(self, h: Array) -> tuple[Array, Array, Array]:
-        """Returns queries, keys and values."""
+        """Returns queries and keys after norms and RoPE, and values."""
         q, k, v = (self.heads(linear(h)) for linear in (self.q, self.k, self.v))
         return rope(self.q_norm(q)), rope(self.k_norm(k)), v
 
 
 class QwenInXla(Qwen):
-    """A layer of Qwen 3 that writes attention out."""
+    """A Qwen 3 layer with attention in plain matmuls and a softmax."""
 
     attention_in = "xla"
 
 
 class OffsetNorm(nnx.Module):
-    """An RMSNorm that multiplies by 1 and a weight, as in Gemma."""
+    """An RMSNorm that multiplies by 1 plus its weight, as in Gemma."""
 
     def __init__(self, size: int):
         self.norm_scale = nnx.Param(jnp.zeros(size, jnp.bfloat16))
@@ -171,9 +171,9 @@ class OffsetNorm(nnx.Module):
 
 
 class Gemma2(FlaxLlama):
-    """Four norms, a GELU gate, and scores with a soft cap, as in Gemma 2.
+    """A Gemma 2 layer: four norms, a GELU gate, and attention scores with a soft cap.
 
-    Attention is plain jnp, because cuDNN's cannot cap scores.
+    Attention is plain jnp, because cuDNN's attention cannot cap scores.
     """
 
     def __init__(self, shape: Shape, make: Modules):
@@ -183,7 +183,7 @@ class Gemma2(FlaxLlama):
     def attention(
         self, q: Array, k: Array, v: Array, causal: bool = True
     ) -> Float[Array, "b s m"]:
-        """Computes causal attention with capped scores, with heads joined."""
+        """Computes causal attention with capped scores, and joins the heads."""
         b, s, _, d = q.shape
         groups = q.reshape(b, s, k.shape[2], -1, d)
         wide = jnp.einsum(
@@ -204,18 +204,18 @@ class Gemma2(FlaxLlama):
 
 
 class Gemma2InKernels(Gemma2):
-    """The same with this library's attention, which has a kernel for soft caps."""
+    """A Gemma 2 layer with `coat.attention`, which has a kernel for soft caps."""
 
     def attention(
         self, q: Array, k: Array, v: Array, causal: bool = True
     ) -> Float[Array, "b s m"]:
-        """Computes attention with capped scores, with heads joined."""
+        """Computes attention with capped scores, and joins the heads."""
         out = coat.attention(q, k, v, softcap=SOFTCAP, causal=causal)
         return out.reshape(*out.shape[:2], -1)
 
 
 class VisionTransformer(Layer):
-    """LayerNorm, attention to all tokens, a GELU MLP, and biases everywhere."""
+    """A ViT layer: LayerNorm, attention to all tokens, a GELU MLP, and biases."""
 
     def __init__(self, shape: Shape, make: Modules):
         super().__init__(shape, make)
@@ -234,7 +234,7 @@ class VisionTransformer(Layer):
 
 
 class Decoder(Layer):
-    """The decoder layer of an encoder-decoder, with attention to the encoder."""
+    """A decoder layer of an encoder-decoder model, with cross attention."""
 
     inputs = 2
 
@@ -277,7 +277,7 @@ class DiffusionTransformer(Layer):
     def __call__(
         self, x: Float[Array, "b s h"], condition: Float[Array, "b s h"]
     ) -> Float[Array, "b s h"]:
-        """Computes the block; the condition is the mean of an array's tokens."""
+        """Computes the block, conditioned on the mean of `condition` over tokens."""
         vector = nnx.silu(condition.mean(axis=1))
         parts = jnp.split(self.modulation(vector)[:, None], 6, axis=-1)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = parts

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
-# Kinds of sizes that are measured, and those that are only checked.
+# Kinds of group sizes: `KINDS` are measured, and `UNUSUAL` ones are only checked.
 KINDS = ("random", "equal", "zipf")
 UNUSUAL = ("odd", "one", "none")
 
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 def sizes_of(kind: str, rows: int, experts: int) -> jax.Array:
-    """Returns the sizes of groups that routers may give."""
+    """Returns the number of rows of each group, as a router may choose them."""
     rng = np.random.default_rng(0)
     sizes = np.zeros(experts, np.int64)
     if kind == "equal":
@@ -59,7 +59,7 @@ def sizes_of(kind: str, rows: int, experts: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def drawn(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Draws normal numbers, matrix by matrix, since float32 takes more memory."""
+    """Draws normal numbers matrix by matrix, so that wider temporaries are small."""
     key = jax.random.key(seed, impl="unsafe_rbg")
 
     def matrix(key):
@@ -78,8 +78,9 @@ def positive(seed: int, shape: tuple[int, ...]) -> jax.Array:
 def operands(shape: Shape, *, backward: bool = False) -> tuple[jax.Array, ...]:
     """Draws the arguments a, b, a_scale and b_scale of a grouped matmul.
 
-    Forward, E4M3 rows and matrices have scales [rows] and [experts, n]. In a backward
-    pass, rows are E5M2 with one scale, and matrices have scales [experts].
+    In a forward pass, `a` [rows, k] and `b` [experts, n, k] are E4M3, with scales
+    [rows] and [experts, n]. In a backward pass, `a` is E5M2 with one scale, and `b` is
+    E4M3 with scales [experts].
     """
     rows, experts, k, n = shape
     if backward:

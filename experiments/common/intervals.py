@@ -1,4 +1,4 @@
-"""95% intervals of shares and means."""
+"""95% confidence intervals of proportions and means."""
 
 import math
 
@@ -6,17 +6,17 @@ import numpy as np
 from jaxtyping import Float
 
 _NORMAL = 1.959964  # The 97.5% quantile of the standard normal distribution.
-# The same of Student's t distribution with 1, 2, ... degrees of freedom.
+# The same quantile of Student's t distribution with 1, 2, ... degrees of freedom.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def wilson(hits: float, count: int) -> tuple[float, float]:
-    """Returns Wilson's 95% interval of a share, from `hits` of `count` trials.
+    """Returns Wilson's 95% interval of a proportion: `hits` of `count` trials.
 
-    Hits may be means over seeds, which are no integers.
+    `hits` may be a mean over seeds, so it need not be an integer.
 
     Raises:
-      ValueError: If there are no trials, or more hits than trials.
+      ValueError: If `count` is below 1, or `hits` is not between 0 and `count`.
 
     Examples:
       >>> [round(end, 3) for end in wilson(5, 10)]
@@ -34,9 +34,9 @@ def wilson(hits: float, count: int) -> tuple[float, float]:
 
 
 def mean_and_half(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
-    """Returns a mean and half of its 95% interval, infinite for a single value.
+    """Returns the mean and half the width of its 95% interval, inf for one value.
 
-    For paired data, pass the differences.
+    The values of paired data are the differences of pairs.
     """
     mean = float(values.mean())
     if len(values) < 2:
@@ -45,9 +45,10 @@ def mean_and_half(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
 
 
 def half_of_few(error: float, count: int) -> float:
-    """Returns half of the 95% interval of a mean over few values, such as seeds.
+    """Returns half the width of the 95% interval of a mean over few values.
 
-    It follows Student's t distribution, because the error is itself an estimate.
+    The interval follows Student's t distribution, because the standard error is itself
+    an estimate.
 
     Args:
       error: The standard error of the mean.
@@ -57,5 +58,5 @@ def half_of_few(error: float, count: int) -> float:
       >>> half_of_few(0.1, 3)
       0.4303
     """
-    # An interval of more values is slightly wider than it need be.
+    # The table ends at 10: intervals of more values are slightly wider than needed.
     return _STUDENT[min(count - 1, len(_STUDENT)) - 1] * error

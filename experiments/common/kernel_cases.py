@@ -1,4 +1,4 @@
-"""The measured cases of the kernels: operations, shapes, the fewest bytes they move."""
+"""The measured cases of the kernels: operations, shapes, and bytes to move."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ MODELS = {
     "13B": (5120, 13_824),
     "30B": (6656, 17_920),
 }
-# The tuned shapes include the smaller layer of `bench_layer`, which no Llama has.
+# The tuned shapes include the smaller layer of `experiments.bench.layer`.
 TUNED = MODELS | {"layer": (2048, 5504)}
 
 
@@ -237,7 +237,7 @@ class MatrixProduct:
 def model_products(
     tokens: Sequence[int] = TOKENS, models: Sequence[str] = tuple(MODELS)
 ) -> list[MatrixProduct]:
-    """Lists forward, input gradient and weight gradient of all layers of `models`."""
+    """Returns the forward, dx and dw matmuls of all layers of `models`."""
     products = []
     for model in models:
         h, f = TUNED[model]
@@ -276,7 +276,10 @@ OF_LAYERS = {"added": ("out", "down"), "heads": ("qkv",)}
 def operands(
     kernel: str, shape: tuple[int, int, int], dtypes: tuple[Any, Any] = (E4M3, E4M3)
 ) -> tuple[Array, ...]:
-    """Draws a `PRODUCTS` kernel's arguments; per-tensor scales are powers of two."""
+    """Draws arguments of a kernel in `PRODUCTS`.
+
+    Per-tensor scales are powers of two.
+    """
     m, n, k = shape
     product = PRODUCTS[kernel]
     keys = jax.random.split(jax.random.key(m + n + k), 4)
@@ -302,9 +305,9 @@ def operands(
 
 
 def draws(*product: Any) -> list[tuple[Array, ...]]:
-    """Draws `operands` until they exceed the L2 cache.
+    """Draws several sets of `operands`, which together exceed the L2 cache.
 
-    Calls that go through all draws in turn never find their operands in the cache.
+    Calls that take the sets one after another never find their operands in the cache.
     """
     draw = functools.partial(operands, *product)
     size = sum(x.size * x.dtype.itemsize for x in jax.eval_shape(draw))
@@ -312,13 +315,13 @@ def draws(*product: Any) -> list[tuple[Array, ...]]:
 
 
 def kv_heads(b: Array) -> int:
-    """Returns the number of key heads of the matmul "heads" with the weights `b`."""
+    """Returns the number of key heads of the kernel "heads" with the weights `b`."""
     size, queries = PRODUCTS["heads"].heads
     return b.shape[0] // (size * (queries + 2))
 
 
 def run_product(kernel: str, *arguments: Array, **options: Any) -> Any:
-    """Runs a kernel in `PRODUCTS`, with its implementation, tuning and copies."""
+    """Runs a kernel in `PRODUCTS`; `options` are arguments such as `tuning`."""
     if kernel == "heads":
         options["num_kv_heads"] = kv_heads(arguments[1])
         return pallas_kernels.matmul_heads(*arguments, **options)

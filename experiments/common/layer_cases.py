@@ -1,7 +1,8 @@
 """The compared cases of a Llama layer: precision recipes and BF16 remat policies.
 
 A case has a recipe and a wrapper of the layer. A shape has the sizes of the layer and
-of its input. `bench_layer` times single layers, `bench_e2e` whole models.
+of its input. `experiments.bench.layer` times single layers, and `experiments.bench.e2e`
+times whole models.
 """
 
 import argparse
@@ -21,15 +22,15 @@ from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.layers.recipes import RecipeName, Scaling
 from coat_jax.remat.policies import products_saveable
 
-# The most that a layer may save, in U, by recipe.
+# The most that a layer may save, by recipe, in U; see `Shape.unit`.
 TARGET_UNITS = {"coat": 8.3, "coat_max": 6.5}
 Apply = Callable[[Any, Float[Array, "b s h"]], Float[Array, "b s h"]]
 _policies = jax.checkpoint_policies
 
 
 def _products(primitive, *_, **__) -> bool:
-    # The barrier after a matmul is saved. In a loop a matmul that is saved itself
-    # would run twice; see `fp8.matmul.once`.
+    # The barrier after a matmul is saved. If the matmul itself were saved, it would
+    # run twice in a loop; see `fp8.matmul.once`.
     return primitive.name == "optimization_barrier"
 
 
@@ -46,12 +47,12 @@ def _checkpoint(policy: Callable[..., bool]) -> Callable[[Apply, bool], Apply]:
 
 
 class LayerState(NamedTuple):
-    """The variables of a layer: the first argument of the function of `layer`.
+    """The variables of a layer: the first argument of the function from `layer`.
 
     Attributes:
       params: The parameters.
-      histories: The histories of delayed scaling, empty without it. Their gradients are
-        the histories of the next step.
+      histories: The amax histories of delayed scaling, empty for other scaling. Their
+        gradients are the histories of the next step.
     """
 
     params: nnx.State
@@ -59,7 +60,7 @@ class LayerState(NamedTuple):
 
 
 class LayerCase(NamedTuple):
-    """A layer that is compared with others.
+    """A variant of the layer that is compared with other variants.
 
     Attributes:
       recipe: The precision recipe of the layer.
@@ -126,7 +127,7 @@ class Shape:
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
-    """Returns the shape that a command line gives by flags of all its sizes."""
+    """Returns the shape with sizes from command-line flags of the same names."""
     fields = dataclasses.fields(Shape)
     return Shape(**{field.name: getattr(args, field.name) for field in fields})
 
@@ -139,8 +140,8 @@ def llama_intermediate(hidden: int) -> int:
 def layer(case: LayerCase, shape: Shape, **options: Any) -> tuple[Apply, LayerState]:
     """Returns a case's layer as a function of state and input, and its abstract state.
 
-    Parameters are BF16. `options` has options of `DecoderLayer` for other models than
-    Llama.
+    Parameters are BF16. `options` are further arguments of `DecoderLayer`, for models
+    other than Llama.
     """
 
     def module():
@@ -163,7 +164,7 @@ def layer(case: LayerCase, shape: Shape, **options: Any) -> tuple[Apply, LayerSt
 
 
 def forward_backward(apply: Apply) -> Callable:
-    """Returns a function of state, input and cotangent: output and both gradients."""
+    """Returns a function from state, input and cotangent to output and gradients."""
 
     def run(state, x, dy):
         y, vjp = jax.vjp(apply, state, x)
@@ -173,9 +174,9 @@ def forward_backward(apply: Apply) -> Callable:
 
 
 def first_histories(abstract: nnx.State) -> nnx.State:
-    """Returns histories of ones.
+    """Returns each parameter's amax history, filled with ones.
 
-    Gradients are smaller than 1, but within the range of E5M2 codes with this amax.
+    E5M2 codes with the scale for an amax of 1 can hold gradients below 1.
     """
     return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), abstract)
 
@@ -197,7 +198,7 @@ def random_params(abstract: Any) -> Any:
 
 @partial(jax.jit, static_argnums=1)
 def normal(seed: int, like: jax.ShapeDtypeStruct) -> Array:
-    """Draws normal numbers with the shape and dtype of `like`."""
+    """Draws normal numbers with the shape, dtype and any mesh sharding of `like`."""
     drawn = jax.random.normal(jax.random.key(seed), like.shape, like.dtype)
     if isinstance(like.sharding, NamedSharding):
         drawn = jax.lax.with_sharding_constraint(drawn, like.sharding)

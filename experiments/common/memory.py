@@ -1,4 +1,4 @@
-"""Numbers of bytes: of arrays, and of the memory of this process's devices."""
+"""Sizes in bytes of arrays, and of the memory of this process's devices."""
 
 import math
 from typing import Any
@@ -7,12 +7,12 @@ import jax
 
 
 def device_peak_bytes() -> int | None:
-    """Returns the largest peak of this process's devices; None if they report none."""
+    """Returns the largest peak memory of this process's devices; None if unknown."""
     return _largest("peak_bytes_in_use")
 
 
 def device_limit_bytes() -> int | None:
-    """Returns the bytes of a device that this process may take; None if unknown."""
+    """Returns the most bytes of a device that JAX may allocate; None if unknown."""
     return _largest("bytes_limit")
 
 
@@ -22,14 +22,14 @@ def tree_bytes(tree: Any) -> int:
 
 
 def shard_bytes(tree: Any) -> int:
-    """Returns the bytes of a tree's arrays, or of their shapes, on one device."""
+    """Returns the bytes of a tree's arrays, or abstract arrays, on one device."""
     return sum(
         math.prod(shard_shape(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
 
 
 def shard_shape(x: Any) -> tuple[int, ...]:
-    """Returns the shape of an array's part on one device."""
+    """Returns the shape of an array's shard on one device."""
     return x.sharding.shard_shape(x.shape)
 
 

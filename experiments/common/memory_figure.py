@@ -1,4 +1,4 @@
-"""The figure of a step's memory by kind, as the paper's figure 1."""
+"""A figure of a training step's memory by kind, like figure 1 of the paper."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ KINDS = {
     "gathered": "gathered weights",
     "logits": "logits",
 }
-# The smallest share with its number written into the bar.
+# Parts above this share of the longest bar have their own share written into them.
 _LEAST = 0.04
 
 
 class Look(NamedTuple):
-    """The color and hatch of a kind of memory, which also differ in grey."""
+    """The color and hatch of a kind of memory; hatches differ in grayscale, too."""
 
     color: str
     hatch: str = ""
@@ -42,7 +42,7 @@ LOOKS = {
 
 
 def draw(rows: list[dict[str, Any]]) -> Figure:
-    """Draws a bar for each recipe, in GiB, with the share of each kind."""
+    """Draws a bar for each row's recipe, in GiB, with the share of each kind."""
     figure = Figure(figsize=(9, 2 + 0.6 * len(rows)), layout="constrained", dpi=150)
     axes = figure.subplots()
     parts = {kind: [row[f"{kind}_gib"] for row in rows] for kind in KINDS}
@@ -99,7 +99,7 @@ def stack(
 
 
 def _write_share(axes: Axes, x: float, y: float, share: float) -> None:
-    """Writes a share on a light ground, which is readable on every color and hatch."""
+    """Writes a share on a light background, to be readable on any color and hatch."""
     ground = {"boxstyle": "round,pad=0.15", "facecolor": "white", "linewidth": 0}
     style = {"ha": "center", "va": "center", "fontsize": 8, "bbox": ground}
     axes.text(x, y, f"{share:.0%}", **style)

@@ -1,9 +1,9 @@
 """Meshes of devices: their names on a command line, and how a training is sharded.
 
 A mesh has five axes. A batch is split over `data`, `fsdp` and `expert`, sequences over
-`context`, and parameters with their moments over all but `data`. The specs say no more
-than that: XLA and the library's kernels follow them. `context` splits further what
-`fsdp` splits below.
+`context`, and parameters with their moments over all axes but `data`. Only the arrays'
+shardings say this: XLA and the library's kernels follow them. Wherever `fsdp` splits an
+axis in the table, `context` splits the parts further.
 
 | weight     | axis that fsdp and expert split | axis that tensor splits |
 |------------|---------------------------------|-------------------------|
@@ -14,8 +14,9 @@ than that: XLA and the library's kernels follow them. `context` splits further w
 | embedding  | vocabulary                      | vocabulary              |
 | `head`     | inputs                          | inputs                  |
 
-Of the weights of experts `expert` splits the experts, and `fsdp` each part of them.
-Layers gather what `fsdp` splits, and send tokens to what `expert` splits.
+In weights of experts the axis of the experts is split by `expert`, and each part of it
+by `fsdp`. Layers gather the parts that `fsdp` splits, and send tokens along `expert` to
+the devices of their experts.
 """
 
 import math
@@ -39,7 +40,7 @@ _REFUSED = {
     "pipeline": "pipelines of layers are not supported",
     "stage": "pipelines of layers are not supported",
 }
-# Stacked weights have the layer as their first axis, and gate_up two halves after it.
+# The first axis of stacked weights is the layer; the next axis of gate_up has length 2.
 _SPECS = {
     "embedding": P(("fsdp", "expert", "tensor")),
     "head": P(("fsdp", "expert", "tensor")),
@@ -49,7 +50,7 @@ _SPECS = {
     "down": P(None, ("fsdp", "expert"), "tensor"),
     "router": P(),
 }
-# The specs of the weights of experts, which have an axis more than an MLP.
+# Weights of experts, by name and rank; they have one axis more than an MLP's weights.
 _SPECS_OF_EXPERTS = {
     ("gate_up", 5): P(None, ("expert", "fsdp"), None, "tensor"),
     ("down", 4): P(None, ("expert", "fsdp"), None, "tensor"),
@@ -57,10 +58,11 @@ _SPECS_OF_EXPERTS = {
 
 
 def parse(text: str) -> dict[str, int]:
-    """Returns the size of each axis that a flag's value, such as "fsdp=8", names.
+    """Returns the sizes of mesh axes in the value of a flag, such as "fsdp=8".
 
     Raises:
-      ValueError: If an axis is unknown, is not supported, or has no positive size.
+      ValueError: If an axis is unknown, is not supported, is given twice, or has no
+        positive size, or if `expert` and one of `tensor` and `context` exceed 1.
 
     Examples:
       >>> parse("data=2,fsdp=4")
@@ -90,8 +92,8 @@ def make(sizes: Mapping[str, int] | None, *, devices: int | None = None) -> Mesh
     """Returns the mesh that a training is spread over; None means one device.
 
     Args:
-      sizes: The size of each axis that is not 1. None means all devices as `fsdp`; the
-        virtual devices of a process on a CPU are used only if a mesh is named.
+      sizes: The size of each axis that is not 1. None means all devices along `fsdp`,
+        but one device for a single process on a CPU, where more would be virtual.
       devices: The number of devices to use, the first ones; None means all.
 
     Raises:
@@ -121,7 +123,7 @@ def _describe(sizes: Mapping[str, int]) -> str:
 
 
 def check_experts(config: llama.LlamaConfig, mesh: Mesh | None) -> None:
-    """Raises ValueError if a mesh splits the experts of a model without them."""
+    """Raises ValueError if a mesh splits experts, but the model has no experts."""
     size = 1 if mesh is None else mesh.shape["expert"]
     if size > 1 and config.experts is None:
         raise ValueError(
@@ -130,10 +132,10 @@ def check_experts(config: llama.LlamaConfig, mesh: Mesh | None) -> None:
 
 
 def check_batch(name: str, batch_size: int, mesh: Mesh | None, parts: int = 1) -> None:
-    """Raises ValueError if a batch cannot be split over the devices and `parts`.
+    """Raises ValueError if a mesh and microbatches cannot split a batch evenly.
 
     Args:
-      name: The name of the batch's size in the message.
+      name: The name of the batch size in the message.
       batch_size: The number of sequences.
       mesh: The mesh.
       parts: The number of microbatches of the batch.
@@ -149,7 +151,7 @@ def check_batch(name: str, batch_size: int, mesh: Mesh | None, parts: int = 1) -
 
 
 def check_length(name: str, length: int, mesh: Mesh | None) -> None:
-    """Raises ValueError if sequences cannot be split over the devices."""
+    """Raises ValueError if the mesh cannot split sequences evenly."""
     parts = 1 if mesh is None else mesh.shape["context"]
     if length % parts:
         raise ValueError(
@@ -159,7 +161,7 @@ def check_length(name: str, length: int, mesh: Mesh | None) -> None:
 
 
 def context_of(mesh: Mesh) -> ContextParallel | None:
-    """Returns how the mesh splits sequences; None means that they are whole."""
+    """Returns how the mesh splits sequences, or None if it does not split them."""
     if mesh.shape["context"] == 1:
         return None
     head_axes = "tensor" if mesh.shape["tensor"] > 1 else None
@@ -189,10 +191,10 @@ def token_parts(mesh: Mesh | None) -> int:
 def param_shardings(params: Any, mesh: Mesh) -> Any:
     """Returns the sharding of each parameter of a `Llama`.
 
-    Norms and biases are on every device.
+    Norms and biases are replicated.
 
     Raises:
-      ValueError: If the mesh does not divide an axis of a parameter.
+      ValueError: If the mesh cannot split an axis of a parameter evenly.
     """
 
     def of(path: Any, param: Any) -> NamedSharding:
@@ -214,7 +216,7 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
 
 
 def whole(mesh: Mesh | None) -> Sharding:
-    """Returns the sharding of a replicated array; None means the first device."""
+    """Returns the sharding of replicated arrays; without a mesh, the first device's."""
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
     return NamedSharding(mesh, P())
@@ -227,9 +229,9 @@ def state_shardings(
 
     Args:
       tx: The optimizer.
-      params: The parameters of a `Llama`, or the shape of each.
-      opt_state: The optimizer's state, or its shapes.
-      histories: The amax histories, or their shapes.
+      params: The parameters of a `Llama`, as arrays or abstract arrays.
+      opt_state: The optimizer's state, as arrays or abstract arrays.
+      histories: The amax histories, as arrays or abstract arrays.
       mesh: The mesh; None means the first device.
     """
     if mesh is None:
@@ -241,7 +243,7 @@ def state_shardings(
 
 
 def placed(arrays: Any, shardings: Any) -> Any:
-    """Returns the shapes of arrays with the shardings in a tree of the same form."""
+    """Returns abstract arrays with the shardings in a tree of the same structure."""
 
     def of(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -250,7 +252,7 @@ def placed(arrays: Any, shardings: Any) -> Any:
 
 
 def own_rows(batch_size: int, mesh: Mesh | None) -> Int64[np.ndarray, " rows"]:
-    """Returns the rows of a batch that this process's devices hold, in order."""
+    """Returns the indices of a batch's rows that this process holds, in order."""
     rows = np.arange(batch_size)
     if mesh is None:
         return rows
@@ -269,11 +271,11 @@ def spread(
     batch_size: int,
     mesh: Mesh,
 ) -> Int32[Array, "batch length+1"]:
-    """Returns a batch on a mesh, from the rows that each process has.
+    """Returns a batch that is sharded over a mesh, from the rows of each process.
 
     Args:
       batch: The rows of this process.
-      rows: Their places in the batch, in order.
+      rows: The indices of these rows in the batch, in ascending order.
       batch_size: The number of rows of the batch.
       mesh: The mesh.
     """

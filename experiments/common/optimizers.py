@@ -15,9 +15,9 @@ COAT_RECIPES: tuple[Recipe, ...] = tuple(
 
 
 def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Runs `tx` on float32 copies, so that its moments are float32 for any parameters.
+    """Returns `tx` on float32 copies, with float32 moments for parameters of any dtype.
 
-    Without it `optax.adamw` stores the moments of BF16 parameters in BF16.
+    Unchanged, `optax.adamw` stores the moments of BF16 parameters in BF16.
     """
 
     def wide(tree):

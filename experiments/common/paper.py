@@ -9,8 +9,8 @@ TABLE_1 = {
     "E5M2": (37.02, 35.96, 40.30, 36.00),
     "E5M2+Expand": (17.79, 15.48, 23.84, 15.57),
 }
-# Saved activations of a layer in U, by operation. There is no counterpart of `coat_max`
-# or `jax.checkpoint`.
+# Saved activations of a layer in U, by operation. The paper has no counterpart of
+# `coat_max` or `jax.checkpoint`.
 TABLE_2_COLUMNS = (
     "RMSNorm",
     "Act Func",
@@ -80,10 +80,9 @@ TABLE_6 = {
         "coat": (12.16, 23.44, 3533),
     },
 }
-# Optimizer, activations and peak in GB, largest batch, and tokens/s of a GPU, by model
-# and number of H100s with 80 GB; None where the paper prints nothing, () where memory
-# does not suffice. The batch of a GPU is in the key, and sequences have 2,048 tokens
-# (1,024 for 30B).
+# Optimizer, activations and peak in GB, largest batch, and tokens/s of a GPU. Keys are
+# the model, the number of H100s with 80 GB, and the batch of a GPU. Sequences have
+# 2,048 tokens (1,024 for 30B). None: not in the paper; (): memory does not suffice.
 TABLE_7_COLUMNS = ("optimizer", "activations", "peak", "largest batch", "tokens/s")
 TABLE_7: dict[tuple[str, int, int], dict[str, tuple[float | None, ...]]] = {
     ("Llama-2-7B", 1, 1): {"bf16": (), "te": (), "coat": (13.1, 8.1, 79.3, 1, 5906)},
@@ -120,7 +119,7 @@ TABLE_8 = {
     "DE8": (12.11, 8.27, 20.02, 8.43, 10.54, 16.25),
     "DE8+Expand": (11.57, 7.47, 19.69, 7.65, 9.91, 15.81),
 }
-# The names of table 7's models, by our presets.
+# The models' names in table 7, by preset of this library.
 MODELS = {
     "llama2-7b": "Llama-2-7B",
     "llama3-8b": "Llama-3-8B",
@@ -141,5 +140,5 @@ FIGURES = {
 
 
 def saved_units(recipe: str) -> float | None:
-    """Returns the total of table 2 for a recipe, in U; None if the paper has none."""
+    """Returns a recipe's total in table 2, in U; None if the recipe is not there."""
     return TABLE_2[recipe][-2] if recipe in TABLE_2 else None

@@ -36,7 +36,9 @@ def kernel_ms(
     rest_s: float = 0.0,
     named: bool = False,
 ) -> dict[str, float]:
-    """Returns milliseconds per call by kind of kernel, largest first, and of gaps.
+    """Returns milliseconds per call by kind of kernel, largest first, then of gaps.
+
+    Gaps are the times in which no kernel runs.
 
     Args:
       function: The function to call.
@@ -78,12 +80,12 @@ def _kernels(data: Any) -> Iterator[KernelRun]:
 
 
 def by_part(kernels: Iterable[KernelRun]) -> dict[str, float]:
-    """Sums milliseconds by kind of kernel, largest first, and the gaps between them."""
+    """Sums kernels' milliseconds by kind, largest first, then the gaps between them."""
     return _summed(kernels, _part, {"products": 0.0, "attention": 0.0})
 
 
 def by_name(kernels: Iterable[KernelRun]) -> dict[str, float]:
-    """Sums milliseconds by the kernels' names, largest first, and their gaps."""
+    """Sums kernels' milliseconds by name, largest first, then the gaps between them."""
     return _summed(kernels, lambda name: name, {})
 
 

@@ -8,7 +8,7 @@ from experiments.common import results
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with errors of one line, without the usage."""
+    """A parser that prints errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the error and exits with code 2."""
@@ -28,7 +28,7 @@ def new_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser
 def rows_to_join(
     parser: argparse.ArgumentParser, path: Path, of: str = "rows"
 ) -> list[dict[str, Any]]:
-    """Returns `results.known_rows`; exits with an error where that raises one."""
+    """Returns `results.known_rows`; exits with its message if it raises ValueError."""
     try:
         return results.known_rows(path, of)
     except ValueError as error:
@@ -38,6 +38,6 @@ def rows_to_join(
 def one_line(message: object) -> str:
     """Returns a message with escapes in place of line ends and control characters.
 
-    Names of files and arguments may have them.
+    Names of files and arguments may contain such characters.
     """
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(message))

@@ -39,7 +39,11 @@ class Bar(NamedTuple):
 
     @classmethod
     def of(cls, name: str, relation: str, target: float, measured: float) -> "Bar":
-        """Returns a bar that holds if `measured` is "<=" or ">=" `target`."""
+        """Returns a bar that compares `measured` with `target`.
+
+        The bar holds if `measured` is at most `target` for the relation "<=", and if
+        `measured` is at least `target` for the relation ">=".
+        """
         holds = measured <= target if relation == "<=" else measured >= target
         return cls(name, f"{relation} {target}", measured, holds)
 
@@ -61,9 +65,9 @@ def write_results(
       bars: The targets of the experiment.
       command: The command line that repeats the experiment; None means the command
         lines of `measured` and of this process.
-      measured: The results files that the rows are taken from. They say on which device
-        and when rows were measured, and at which commits; without any it was here and
-        now.
+      measured: The contents of the results files that the rows are taken from. The
+        device, date, versions and commits come from these files; without any file, they
+        come from this process.
       **extra: Further top-level entries.
 
     Raises:
@@ -105,7 +109,7 @@ def _here_and_now() -> dict[str, Any]:
 
 
 def _origin_of(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the last date, the device, the versions and all commits of files."""
+    """Returns the latest date, the device, the versions and all commits of files."""
     first, *others = map(_setup_of, measured)
     for other in others:
         for name, value in first.items():
@@ -120,7 +124,7 @@ def _origin_of(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _setup_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the device and the versions of a results file, the commit left out."""
+    """Returns the device and the versions of a results file, without the commit."""
     versions = {k: v for k, v in results["versions"].items() if k != "commit"}
     return {"device": results["device"], "versions": versions}
 
@@ -154,10 +158,10 @@ def picture(experiment: str, name: str) -> Path:
 
 
 def known_rows(path: Path, of: str = "rows") -> list[dict[str, Any]]:
-    """Returns the rows of a results file, or its entry `of`; no rows without a file.
+    """Returns the rows in the entry `of` of a results file, or [] if there is no file.
 
     Raises:
-      ValueError: If the file is no results file, or was measured on another kind of
+      ValueError: If the file is not a results file, or was measured on another kind of
         device than this one.
     """
     if not path.exists():
@@ -177,7 +181,7 @@ def read_results(path: Path) -> dict[str, Any]:
     """Returns the contents of a results file.
 
     Raises:
-      ValueError: If the file is no results file. The message names it.
+      ValueError: If the file is not a results file. The message names the file.
     """
     contents = read_json(path)
     if not isinstance(contents, dict):
@@ -210,7 +214,7 @@ def read_json(path: Path) -> Any:
     """Returns the value in a JSON file.
 
     Raises:
-      ValueError: If the file is not JSON. The message names it.
+      ValueError: If the file is not JSON. The message names the file.
     """
     try:
         return json.loads(path.read_bytes())
@@ -243,7 +247,7 @@ def command_line() -> str:
 
 
 def device() -> dict[str, Any]:
-    """Returns name, count and driver of the devices that JAX runs on."""
+    """Returns the name, count and driver of the devices that JAX runs on."""
     devices = jax.devices()
     if devices[0].platform == "cpu":
         name = f"{_processor()}, {os.cpu_count()} cores"
@@ -283,7 +287,8 @@ def _nvidia_driver() -> str | None:
 def _commit() -> str | None:
     """Returns the commit of this checkout, with "+changes" if tracked files differ.
 
-    The environment variable GIT_COMMIT overrides it, for copies without a repository.
+    The environment variable GIT_COMMIT overrides the commit, for copies of the files
+    without a repository. If neither is known, the result is None.
     """
     if commit := os.environ.get("GIT_COMMIT"):
         return commit

@@ -25,8 +25,8 @@ def mean_and_error(
 def over_seeds(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns a row for each recipe, with losses, gaps and speeds as means over seeds.
 
-    The rows have "recipe" and what a summary of `experiments.pretrain` has. Sizes in
-    bytes come from the first seed, as they do not depend on it.
+    The rows have "recipe" and the entries of a summary of `experiments.pretrain`. All
+    other entries are the first seed's; sizes in bytes do not depend on the seed.
     """
     return {
         recipe: {

@@ -84,7 +84,7 @@ class Resources:
       spill_bytes: The bytes of register spills, stores and loads, summed over all
         kernels.
       losses: The number of times that the assembler warns of a "potential performance
-        loss". The usual one is that wgmma instructions wait for one another.
+        loss". The usual cause is that wgmma instructions wait for one another.
       shared_bytes: The largest shared memory of a thread block, in bytes.
     """
 
@@ -108,7 +108,7 @@ def missing() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of JAX and its compilers, which registers depend on."""
+    """Returns the versions of JAX and its compilers, which determine registers."""
     compilers = {name: metadata.version(name) for name in (_ASSEMBLER, _LINKER)}
     return {"jax": jax.__version__} | compilers
 
@@ -116,7 +116,7 @@ def versions() -> dict[str, str]:
 def mesh_of(
     shape: Sequence[int], names: Sequence[str], axis_type: AxisType = AxisType.Auto
 ) -> Mesh:
-    """Returns a mesh of H200s of one host, for arguments of `compiled_on_mesh`."""
+    """Returns a mesh of H200s in one host, for arguments of `compiled_on_mesh`."""
     devices = np.array(_devices(math.prod(shape))).reshape(shape)
     return Mesh(devices, names, axis_types=(axis_type,) * len(names))
 
@@ -136,13 +136,13 @@ def compiled_on_mesh(
 def compiled(
     fn: Callable, *args: Any, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compiles fn(*args) for abstract arrays, with compiler options of XLA."""
+    """Compiles fn(*args) for abstract arrays on one H200, with options of XLA."""
     with targeted():
         return compiled_on_mesh(fn, *on_one_gpu(args), options=options)
 
 
 def on_one_gpu[Tree](arrays: Tree) -> Tree:
-    """Returns abstract arrays of one H200."""
+    """Returns abstract arrays of the same shapes and dtypes on one H200."""
     sharding = SingleDeviceSharding(*_devices(1))
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays
@@ -151,7 +151,7 @@ def on_one_gpu[Tree](arrays: Tree) -> Tree:
 
 @contextlib.contextmanager
 def targeted() -> Iterator[None]:
-    """Traces, lowers and compiles for arrays of one H200 in this context."""
+    """Lets JAX trace, lower and compile for one H200 in this context."""
     _put_assembler_first()
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -183,7 +183,7 @@ def resources(fn: Callable, *args: Any) -> Resources:
     nothing about a cached one.
 
     Raises:
-      ValueError: If all kernels were compiled before, or there is none.
+      ValueError: If all kernels were compiled before, or the function has no kernel.
     """
     with _output() as lines:
         compiled(fn, *args)

@@ -1,4 +1,4 @@
-"""Colors and line styles of figures, which also differ in grey."""
+"""Colors, lines, markers and hatches of figures, which differ in grayscale, too."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -15,7 +15,7 @@ RECIPE_COLORS: dict[RecipeName, str] = {
     "coat_max": "#edae49",
     "coat_block": "#7b4ea3",
 }
-# Lines, markers and bars differ in grey, too.
+# Lines, markers and bars differ in grayscale, too.
 RECIPE_LINES: dict[RecipeName, str | tuple[int, tuple[float, ...]]] = {
     "bf16": "-",
     "te": (0, (4, 1.5)),
@@ -51,15 +51,15 @@ def draw_shares(
     shares: Mapping[str, Sequence[tuple[float, float, float]]],
     kinds: Sequence[str],
 ) -> None:
-    """Draws percentages as bars, by kind and recipe, with their intervals.
+    """Draws percentages as bars with intervals: a group per kind, a bar per recipe.
 
-    `shares` has a percentage and both ends of its interval for each kind, by recipe.
-    Names that are no recipes are grey.
+    `shares` has, for each recipe, the percentage of each kind and both ends of its
+    interval. Bars with other names than recipes are grey.
     """
     width = 0.8 / len(shares)
     for number, (recipe, of_kinds) in enumerate(shares.items()):
         heights, low, high = np.array(of_kinds).T
-        # Rounding may leave ends of an interval within the share by 1e-14.
+        # Rounding may put a share outside its interval by 1e-14.
         ends = np.maximum([heights - low, high - heights], 0)
         axes.bar(
             np.arange(len(kinds)) + (number - (len(shares) - 1) / 2) * width,

@@ -16,8 +16,8 @@ class Column(NamedTuple):
       title: The title.
       key: The key of the value in a row, the keys of several values, or a function of
         the row.
-      form: The format of the values, as in "{:.1f} GiB" or "{:.1f} to {:.1f}". Text in
-        place of a number stands as it is.
+      form: The format of the values, as in "{:.1f} GiB" or "{:.1f} to {:.1f}". A string
+        in place of a number is shown as it is.
       missing: The text of a cell if its value, or the first of several, is None or not
         in the row.
     """
@@ -58,13 +58,13 @@ def table(
 
 
 def with_paper(title: str, key: str, spec: str, paper: str | None = None) -> Column:
-    """Returns a column of a value, and below it the paper's in brackets, if any.
+    """Returns a column of values, each with the paper's below in brackets, if any.
 
     Args:
       title: The title.
-      key: The key of the value; the paper's has "paper_" before it.
+      key: The key of the value; the key of the paper's value adds "paper_" in front.
       spec: The format of the value.
-      paper: The format of the paper's value; None means the same.
+      paper: The format of the paper's value; None means `spec`.
     """
     column = Column(title, key, f"{{:{spec}}}")
     theirs = Column("", f"paper_{key}", f"\n({{:{paper or spec}}})", missing="")
@@ -83,7 +83,7 @@ def markdown(columns: Sequence[Column], rows: Iterable[Any]) -> str:
 def grouped[Row, Key: Hashable](
     rows: Iterable[Row], key: Callable[[Row], Key]
 ) -> dict[Key, list[Row]]:
-    """Returns the rows with each value of `key`, in the order of the rows."""
+    """Returns a list of rows for each value of `key`, in the order of the rows."""
     groups: dict[Key, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -95,7 +95,7 @@ def by_column(
 ) -> dict[Any, dict[Any, Mapping[str, Any]]]:
     """Returns rows by their value of `line`, then by their value of `column`.
 
-    Both are in the order of the rows.
+    The keys of all dictionaries are in the order of the rows.
     """
     lines: dict[Any, dict[Any, Mapping[str, Any]]] = {}
     for row in rows:

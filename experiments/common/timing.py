@@ -1,4 +1,4 @@
-"""Timing of compiled functions in turns, so that all of them run on a warm chip."""
+"""Timing of compiled functions in alternation, so that all run on a warm chip."""
 
 import argparse
 import dataclasses
@@ -19,17 +19,17 @@ OPTIONS = {
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
 }
 
-# Seconds of a matmul's turn. In this time the GPU reaches the clock that the power of
-# this matmul allows.
+# Seconds for which a matmul runs without a pause. Within this time the GPU reaches the
+# clock that the power of this matmul allows.
 HOT_S = 0.25
 
 
 def compile_all(functions: Sequence[Callable], draws: Sequence[tuple]) -> list[Any]:
-    """Compiles each function for `draws`; returns exceptions where that fails.
+    """Returns each function's compiled program, or the exception that it raised.
 
-    A compiled program calls the function with every draw of its arguments, one after
-    another. This hides the launch overhead, and no draw is in the L2 cache when its
-    turn comes. Nothing runs here but XLA's autotuning.
+    A program calls the function with each tuple of arguments in `draws`, one after
+    another. This hides the launch overhead. If all draws together exceed the L2 cache,
+    each is read from memory. Here nothing runs but XLA's autotuning.
     """
 
     def compiled(function):
@@ -57,7 +57,7 @@ def seconds(
 ) -> list[float]:
     """Returns the median seconds of each program per draw, measured by `in_turns`.
 
-    The default turns are long enough that starting and waiting count for little.
+    With the default `round_s` the costs of starting and waiting are negligible.
     """
     functions = [partial(c, draws) for c in compiled]
     times = in_turns(functions, calls=calls, rounds=rounds, round_s=round_s)
@@ -73,9 +73,9 @@ def in_turns(
 ) -> list[float]:
     """Returns the median seconds per call of each function, over several rounds.
 
-    In each round every function has a turn of `calls` calls, or more if these take less
-    than `round_s` seconds. Turns should be long because a GPU slows down after some
-    tenths of a second at its power limit.
+    In each round the functions run one after another, each for `calls` calls, or for
+    more if these take less than `round_s` seconds. Runs should be long because a GPU
+    slows down after some tenths of a second at its power limit.
     """
 
     def mean(function, count):
@@ -113,10 +113,10 @@ class Program:
     """A function to measure.
 
     Attributes:
-      name: Its name in rows.
+      name: The name of the function in rows.
       function: The function.
-      arguments: Its arguments.
-      matmuls: The number of matmuls of a case's shape that it computes.
+      arguments: The arguments of the function.
+      matmuls: The number of matmuls of a case's shape that the function computes.
     """
 
     name: str
@@ -128,10 +128,11 @@ class Program:
 def timed(
     programs: Sequence[Program], options: dict[str, Any]
 ) -> tuple[dict[Program, float], dict[str, str]]:
-    """Measures programs in turns.
+    """Times programs in alternation.
 
     Returns:
-      The seconds of each program, and the errors of those that failed by name.
+      The seconds of each program that ran, and the error messages of the others, under
+      "<name>_error".
     """
     on_gpu = jax.default_backend() == "gpu"
 
@@ -146,7 +147,7 @@ def timed(
             return error
 
     with ThreadPoolExecutor(8) as pool:
-        # Only this thread interprets kernels.
+        # Without a GPU, kernels are interpreted, all in this thread.
         calls = list((pool.map if on_gpu else map)(attempted, programs))
     errors, running = {}, {}
     for program, call in zip(programs, calls, strict=True):

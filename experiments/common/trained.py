@@ -16,7 +16,7 @@ from coat_jax.models import llama
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model after its last step.
+    """A model after its last training step.
 
     Attributes:
       config: The model's shape, and the recipe it was trained with.
@@ -31,12 +31,12 @@ class Trained:
     loss: float
 
     def config_as(self, recipe: Recipe, dtype: DTypeLike) -> llama.LlamaConfig:
-        """Returns its config in another recipe and dtype, with float32 parameters."""
+        """Returns `config` with another recipe and dtype, and float32 parameters."""
         options = {"recipe": recipe, "dtype": dtype, "param_dtype": jnp.float32}
         return dataclasses.replace(self.config, **options)
 
     def wide_params(self) -> nnx.State:
-        """Returns its parameters in float32."""
+        """Returns the parameters in float32."""
         return jax.tree.map(lambda p: p.astype(jnp.float32), self.params)
 
 

@@ -7,7 +7,7 @@
 The table has one column for each recipe, with the kinds of memory at the peak of the
 step. `--largest-batch` finds the most sequences of a step that fit into `--gpu-memory`
 GiB of each GPU. The bars in the figure show the share of each kind. A .json file next
-to it holds the same rows.
+to the figure holds the rows of the table.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def config_of(args: argparse.Namespace, recipe: RecipeName) -> llama.LlamaConfig:
-    """Returns the configuration that a command line gives, with a recipe."""
+    """Returns the configuration from command-line arguments, with a recipe."""
     flow = recipe in ("coat", "coat_max")
     changes = {"num_layers": args.layers, "vocab_size": args.vocab_size}
     return dataclasses.replace(
@@ -89,7 +89,7 @@ def config_of(args: argparse.Namespace, recipe: RecipeName) -> llama.LlamaConfig
 
 
 def row_of(args: argparse.Namespace, recipe: RecipeName) -> Row:
-    """Returns the record of a recipe.
+    """Returns the row of a recipe: its sizes, and its predicted memory.
 
     Raises:
       ValueError: If the sizes of the model, the batch and the mesh do not fit, or the
@@ -117,7 +117,7 @@ def row_of(args: argparse.Namespace, recipe: RecipeName) -> Row:
 
 
 def record(estimate: MemoryEstimate) -> Row:
-    """Returns the GiB of each kind at the peak, of all that is saved, and in all."""
+    """Returns the GiB of the peak, of each kind in it, and of all saved arrays."""
     peak = dataclasses.asdict(estimate.peak)
     kinds = {f"{kind}_gib": peak[kind] / GIB for kind in KINDS}
     kinds |= {"peak_gib": estimate.peak_bytes / GIB, "peak_phase": estimate.peak_phase}

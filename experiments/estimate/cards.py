@@ -2,8 +2,9 @@
 
     uv run python -m experiments.estimate.cards
 
-For GPUs of 80 and of 141 GB, the parameters in BF16 and the moments in FP8, with
-gradients of the whole model and with the optimizer's step inside the backward pass.
+The GPUs have 80 and 141 GB, parameters are BF16, and moments FP8. There are batches for
+steps that hold gradients of the whole model, and for steps with the optimizer inside
+the backward pass.
 """
 
 import argparse
@@ -34,7 +35,7 @@ _MODELS = (
     ("llama-30b", 2048),
 )
 _RECIPES = ("coat", "coat_max")
-# The memory of an H100 and of an H200, of which JAX may use a share.
+# The GiB that JAX may use on an H100 and on an H200: their memory times a share.
 GPUS = {"80 GB": 79.1 * 0.95, "141 GB": 139.8 * 0.97}
 
 
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def row_of(model: tuple[str, int], recipe: str, released: bool) -> Row:
-    """Returns the largest batches of a model, and its memory with a batch of one."""
+    """Returns the largest batches of a model, and its peak memory at batch 1."""
     preset, sequence = model
     config = llama.CONFIGS[preset]
     config = dataclasses.replace(config, recipe=recipe, param_dtype=jnp.bfloat16)

@@ -1,7 +1,7 @@
 """Training steps of the largest Llama that fits on this GPU, or of a tiny one.
 
-The notebook 08_end_to_end calls it. Without a GPU the model is a tiny one. It shows how
-a measurement goes, and its times mean nothing.
+The notebook 08_end_to_end calls this module. Without a GPU the model is tiny: it shows
+how a measurement works, and its times mean nothing.
 """
 
 from typing import Any
@@ -37,10 +37,10 @@ def measured_here() -> list[Row]:
 
 
 def released_here() -> list[Row]:
-    """Measures a step with the optimizer inside the backward pass, as `measured_here`.
+    """Measures a step with the optimizer inside the backward pass.
 
-    The model is the largest one that fits with such a step. On a CPU it is the tiny
-    one, and its ordinary step is measured, too.
+    Processes are as in `measured_here`. The model is the largest one that fits with
+    such a step. On a CPU the tiny model is measured, and an ordinary step, too.
     """
     limit, case = device_limit_bytes(), f"coat{RELEASED}"
     if limit is None:

@@ -4,8 +4,8 @@
 
 The peaks come from the results files of `experiments.bench.e2e` and
 `experiments.pretrain`. A device's peak includes what the program did before its steps.
-Where it is missing, the peak of the compiled step takes its place. Nothing runs on a
-GPU here.
+If a device's peak is missing, the peak of the compiled step takes its place. Nothing
+runs on a GPU here.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from experiments.estimate.__main__ import record
 Row = dict[str, Any]
 # The results files of pretraining, with a row for each recipe.
 PRETRAINED = ("pretrain_124m_compared", "pretrain_300m_compared")
-# The sizes of a step of both, and the vocabulary of bytes in whole tiles of a matmul.
+# The sizes of a step in both files, and the bytes' vocabulary, padded to whole tiles.
 PRETRAINED_SIZES = {"batch": 32, "sequence": 1024}
 BYTES_VOCAB_SIZE = 384
 _TARGET = 0.05
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measured_steps() -> list[Row]:
-    """Returns the rows of the results of `bench_e2e` with a measured peak."""
+    """Returns the rows with a peak in the results files of `experiments.bench.e2e`."""
     steps = []
     for name in ("bench_e2e", *BY_KIND.values()):
         for row in load("bench_e2e", name)["rows"]:
@@ -66,7 +66,7 @@ def measured_steps() -> list[Row]:
 
 
 def end_to_end(row: Row) -> Row:
-    """Returns a measured step of `bench_e2e` with its prediction."""
+    """Returns a measured step of `experiments.bench.e2e` next to its prediction."""
     model = ModelSize.of_row(row)
     gpus = row.get("gpus", 1)
     names = {"of": row["of"], "model": model.name, "case": row["case"]}
@@ -81,7 +81,7 @@ def end_to_end(row: Row) -> Row:
 
 
 def pretraining(name: str) -> Iterator[Row]:
-    """Yields the recipes of a results file of pretraining, with their predictions."""
+    """Yields a row for each recipe in a file of pretraining, with its prediction."""
     results = load("pretrain", name)
     model = llama.CONFIGS[results["preset"]]
     for recipe, row in over_seeds(results["rows"]).items():

@@ -4,7 +4,7 @@
 
 The rows of the study "paper" have the paper's numbers of GPUs, batches and sequences,
 on GPUs of 80 GiB. Rows of the study "gpus" have one to eight GPUs of 80 and of 141
-GiB, one sequence on each, and longer sequences too. Parameters are BF16, and several
+GiB, one sequence on each, and some longer sequences. Parameters are BF16, and several
 GPUs split parameters, optimizer and batch (FSDP). Batches count the sequences of all
 GPUs together.
 """
@@ -25,7 +25,7 @@ from experiments.estimate.__main__ import parser, row_of
 Row = dict[str, Any]
 RECIPES: tuple[RecipeName, ...] = ("bf16", "te", "coat", "coat_max")
 PRESETS = {model: preset for preset, model in MODELS.items()}
-# GiB of an H100 and of an H200, as their names say; they have half a GiB less.
+# GiB of an H100 and of an H200, as their names say; they have about 1 GiB less.
 GPU_MEMORIES = (80, 141)
 _SEQUENCE = 2048
 # The study "gpus": models with the length of their sequences, and numbers of GPUs.
@@ -79,7 +79,7 @@ def prediction(
     sequence: int = _SEQUENCE,
     gpu_memory: int = GPU_MEMORIES[0],
 ) -> Row:
-    """Returns what `experiments.estimate` predicts, with the largest batch."""
+    """Returns the row that `experiments.estimate` predicts, with the largest batch."""
     options = {
         "--preset": PRESETS[model],
         "--batch": batch,

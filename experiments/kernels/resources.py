@@ -1,10 +1,11 @@
 """Registers, spills and shared memory of every kernel, compiled for an H200.
 
 `python -m experiments.kernels.resources` compiles all kernels and writes
-`kernel_resources.json`, which a test compares with. It runs on any machine with the
-packages that `experiments.common.sm90` names. With names of families, it compiles and
-prints these families only. With `--hardest`, it compiles only one case of each kernel,
-the one that is nearest to running out of registers.
+`kernel_resources.json`, which a test compares with new compilations. The command runs
+on any machine with the packages that `experiments.common.sm90` names. With names of
+families of kernels, it compiles and prints only these families. With `--hardest`, it
+compiles only one case of each kernel, the one that is nearest to running out of
+registers.
 """
 
 import argparse
@@ -43,7 +44,7 @@ class CompiledCase:
       function: The function, which is called with `arrays` and
         implementation="mosaic".
       arrays: The arguments of the function; other arguments are bound to it.
-      tiles: The tuning of the kernel; None if it has a single one.
+      tiles: The tuning of the kernel; None if the kernel has no choice of tiles.
     """
 
     name: str
@@ -100,7 +101,7 @@ def _adam() -> Iterator[CompiledCase]:
 def _measured(
     *beginnings: str, shape: tuple[int, int] = (8192, 4096)
 ) -> Iterator[CompiledCase]:
-    """Yields the benchmark's cases; the kernels' names begin with `beginnings`."""
+    """Yields the benchmark's cases with one of `beginnings` as a prefix of the name."""
     for case in kernel_cases.elementwise(shape):
         if case.kernel.startswith(beginnings):
             arrays = jax.eval_shape(case.draw, jax.random.key(0))
@@ -246,7 +247,7 @@ def _biased(*arrays, **options):
 
 
 def _parts() -> Iterator[CompiledCase]:
-    """Yields matmuls that read an operand in parts, as devices gather them."""
+    """Yields matmuls with an operand in parts, one part gathered from each device."""
     one = _array(1, dtype=_F32)
     arrays = _array(8192, 4096, dtype=_E4M3), _array(2, 4096, 2, 1024, dtype=_E4M3)
 
@@ -390,9 +391,9 @@ FAMILIES: dict[str, Callable[[], Iterator[CompiledCase]]] = {
 
 
 def hardest(family: str) -> list[CompiledCase]:
-    """Returns the case of each kernel with the most recorded registers.
+    """Returns each kernel's case with the most registers in the results file.
 
-    Cases that are not recorded yet are among them.
+    Cases that are not in the file are returned, too.
     """
     registers = {
         (row["kernel"], row["shape"]): row["registers"]

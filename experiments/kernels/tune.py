@@ -31,12 +31,12 @@ from pallas_kernels.ops.matmul import tuning
 
 # The lock under which a worker process has the GPU alone.
 _alone: AbstractContextManager = nullcontext()
-# Long turns time the tiles, and XLA, that take at most this factor of the least time of
-# any tiles in short turns.
+# Tiles, and XLA, that take at most this factor of the fastest tiles' time in short runs
+# are timed again in long runs.
 _NEARLY = 1.08
-_SHORT_S = 0.01  # Seconds of a short turn.
+_SHORT_S = 0.01  # Seconds of a short run.
 # XLA wins if it takes less than this factor of the time of the fastest tiles. The
-# second factor is for matmuls with results that a loop may stack.
+# second factor is for matmuls that may be in a loop which stacks their results.
 _XLA_WINS, _XLA_WINS_STACKED = 0.98, 0.97
 
 
@@ -83,10 +83,10 @@ def _take_turns(lock: AbstractContextManager) -> None:
 def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
     """Returns the shapes [m, n, k] to measure, each with dtypes and XLA's factor.
 
-    The dtypes are a's and b's; if several matmuls have one shape, the last one's are
-    taken. XLA wins if it takes less than this factor of the kernel's time. The factor
-    is `_XLA_WINS_STACKED` if a loop may stack the result of at least one of them, as it
-    may for all matmuls but gradients of activations.
+    The dtypes are a's and b's; if several matmuls have the same shape, the last one's
+    are taken. XLA wins if it takes less than this factor of the kernel's time. The
+    factor is `_XLA_WINS_STACKED` if a loop may stack the result of at least one of the
+    matmuls, as it may for all matmuls but gradients of activations.
     """
     other = (kernel_cases.E4M3, kernel_cases.E4M3), _XLA_WINS_STACKED
     if args.shapes:
@@ -110,7 +110,7 @@ def key(kernel: str, shape: tuple[int, ...]) -> str:
 def fastest(
     kernel: str, shape: tuple[int, ...], dtypes: tuple[Any, Any], xla_wins: float
 ) -> dict:
-    """Times a matmul with all tiles that can compute it, and with XLA; see `entry`."""
+    """Returns a matmul's `entry`, from times of all possible tiles and of XLA."""
     product = PRODUCTS[kernel]
     draw = functools.partial(kernel_cases.draws, kernel, shape, dtypes)
     m, n, _ = shape
@@ -135,14 +135,14 @@ def fastest(
 
 
 def _hot_times(works: dict, draws: list) -> dict[tuning.Tuning | None, float]:
-    """Times the candidates in short turns, and the nearly fastest again in long turns.
+    """Times the candidates in short runs, and the nearly fastest again in long runs.
 
     Args:
-      works: The compiled program of each candidate: of tiles, and of XLA at None.
+      works: The compiled program of each candidate. Keys are tiles, and None for XLA.
       draws: The arguments of the programs.
 
     Returns:
-      The seconds of a call in the long turns.
+      The seconds of a call in the long runs.
     """
     calls = list(works.values())
     times = timing.seconds(calls, draws, rounds=5, round_s=_SHORT_S)

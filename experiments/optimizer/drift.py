@@ -5,10 +5,10 @@
 The command feeds several sequences of gradients, called stories (stationary, falling,
 spiking, rare, frozen, ...), to Adam with float32 moments and to Adam with moments
 stored in other formats, with several b2. It measures how far the updates of each method
-are from the exact ones. A moving average with b2 = 0.999 moves by 0.1% per step. This
-is less than half the distance between two 8-bit codes, so an average that is rounded to
-nearest stands still. Results are written after every b2 and length. Call the command
-again after an interruption, and it runs only the missing cases.
+are from the updates with float32 moments. A moving average with b2 = 0.999 moves by
+0.1% per step. This is less than half the distance between two 8-bit codes, so an
+average that is rounded to nearest does not move. Results are written after every b2 and
+length. Run the command again after an interruption: only missing cases run.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from experiments.optimizer.moments import GROUP
 from experiments.optimizer.schemes import EPS, Groups, adam
 
 Row = dict[str, Any]
-# Number of measurements ("looks") in a run. A row averages the last fifth of them.
+# The number of measurements ("looks") in a run. Rows average the last fifth of them.
 _LOOKS = 50
 _DRAWN = ("b2", "steps", "step", "method", "story", "ratio")
 
@@ -109,9 +109,9 @@ def study(
     """Simulates the runs of a command line that have no rows yet.
 
     Returns:
-      Rows, one for each length, b2, method and story; and curves. They belong to the
-      run that `drift_report.figure` draws, and have one row for each look, method and
-      story.
+      The rows, one for each length, b2, method and sequence of gradients; and the
+      curves of the run that `drift_report.figure` draws, one row for each measurement,
+      method and sequence.
     """
     rows, curves = list(rows), list(curves)
     simulation = Simulation(groups=args.groups)
@@ -138,7 +138,7 @@ class Carry(NamedTuple):
     Attributes:
       mu: Exact first moments.
       nu: Exact second moments.
-      states: State of each method, by its name.
+      states: The state of each method, by name.
       last: The last step in which each element had a gradient other than zero.
     """
 
@@ -150,10 +150,10 @@ class Carry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """A simulation of all stories at once, as the rows of a single parameter.
+    """A simulation of all gradient sequences at once, as the rows of one parameter.
 
     Attributes:
-      groups: Number of groups of 128 elements in each story.
+      groups: The number of groups of 128 elements in each sequence.
     """
 
     groups: int
@@ -162,7 +162,7 @@ class Simulation:
         """Runs `steps` steps and measures at even intervals.
 
         Yields:
-          One row for each look, method and story.
+          One row for each measurement, method and sequence.
         """
         carry, at = self._start(), np.linspace(0, steps - 1, _LOOKS + 1, dtype=int)
         for start, end in itertools.pairwise(at):
@@ -183,7 +183,7 @@ class Simulation:
         return Carry(zeros, zeros, states, jnp.full(shape, -(2**30)))
 
     def _gradients(self, time: Time) -> Groups:
-        """Draws a step's gradients; each element has its own lognormal size."""
+        """Draws a step's gradients; each element has its own lognormal scale."""
         shape = self.groups, GROUP
         sizes = jnp.exp(jax.random.normal(jax.random.key(9), shape))
         blocks = jax.random.normal(time.key, (len(STORIES), *shape)) * sizes
@@ -212,7 +212,7 @@ class Simulation:
 
     @partial(jax.jit, static_argnums=0)
     def _measure(self, carry: Carry, b2, step, steps) -> dict[str, dict[str, Array]]:
-        """Returns the update errors of a step: by method and name, one per story."""
+        """Returns errors of a step's update by method and statistic, per sequence."""
         time = _time(step, steps)
         grads = self._gradients(time)
         exact = adam(carry.mu, carry.nu, grads, B1, b2)
@@ -260,9 +260,10 @@ def _errors(
     An update is u = mu / (sqrt(nu) + eps). `ratio`, `rms`, `largest`, `least` and
     `off_by_2_percent` are statistics of the exact denominator sqrt(nu) + eps over the
     one read back: the mean, the root mean square of ratio - 1, the maximum, the
-    minimum, and the percentage above 2 or below 1/2. `update_ratio` is
+    minimum, and the percentage of ratios above 2 or below 1/2. `update_ratio` is
     mean(u_read * u) / mean(u^2), the slope of the updates over the exact ones.
-    `update_rms` is sqrt(mean((u_read - u)^2) / mean(u^2)).
+    `update_rms` is sqrt(mean((u_read - u)^2) / mean(u^2)). `counted_percent` is the
+    percentage of elements that count.
     """
     below, read_below = jnp.sqrt(nu) + EPS, jnp.sqrt(read_nu) + EPS
     ratio = below / read_below
@@ -292,7 +293,7 @@ def _number(x: Array) -> float | None:
 
 
 def means(looks: Sequence[Row]) -> list[Row]:
-    """Averages the last fifth of the looks into one row per method and story."""
+    """Reduces the last fifth of measurements to one row per method and sequence."""
     last = sorted({row["step"] for row in looks})[-_LOOKS // 5 :]
     selected = (row for row in looks if row["step"] in last)
     return [
@@ -306,7 +307,7 @@ def means(looks: Sequence[Row]) -> list[Row]:
 
 
 def _over(key: str, values: list[Any]) -> Any:
-    """Reduces a key's values over looks: their mean, largest or least."""
+    """Reduces a key's values over measurements to their mean, largest or least."""
     if isinstance(values[0], str) or key in ("b2", "steps"):
         return values[0]
     values = [value for value in values if value is not None]
@@ -315,7 +316,7 @@ def _over(key: str, values: list[Any]) -> Any:
 
 
 def check(rows: Sequence[Row]) -> list[Bar]:
-    """Returns the bars that `coat`'s 8-bit moments must hold in every story."""
+    """Returns the targets of `coat`'s 8-bit moments, for the worst sequence."""
     ours = [r for r in rows if r["method"] == OURS and r["ratio"] is not None]
     usual = [r for r in ours if r["b2"] <= 0.999 and r["steps"] == 10_000]
     long = [r for r in ours if r["b2"] == 0.9999 and r["steps"] == 100_000]

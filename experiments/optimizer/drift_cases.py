@@ -46,7 +46,7 @@ class Story:
 
     Attributes:
       name: The name in tables and results.
-      factor: Function of a step's `Time` and the number of groups. It returns the
+      factor: A function of a step's `Time` and the number of groups that returns the
         factor of the random gradients, broadcast to [groups, 128].
       kind: Distribution of the random gradients: "normal"; "heavy", Student's t
         distribution with three degrees of freedom; or "positive", absolute values of
@@ -67,7 +67,7 @@ def _falling(times: float) -> Callable[[Time, int], Array]:
 def _factor_of(
     elements: slice, factor: float, when: Callable[[Time], Array]
 ) -> Callable[[Time, int], Array]:
-    """Returns a factor for some elements of each group at some times, else 1."""
+    """Returns a `Story.factor`: `factor` for `elements` at some times, otherwise 1."""
 
     def found(time, groups):
         factors = jnp.ones((groups, GROUP))
@@ -115,9 +115,9 @@ class Method(NamedTuple):
     """Adam with one way to store its moments.
 
     Attributes:
-      init: Returns the initial state, given moments of zero [groups, 128].
-      update: Returns the state after a step, given gradients, the state before and b2.
-      read: Returns the float32 moments mu and nu that a state represents.
+      init: A function from moments of zero [groups, 128] to the initial state.
+      update: A function from gradients, a state and b2 to the state after the step.
+      read: A function from a state to the float32 moments mu and nu that it represents.
     """
 
     init: Callable[[Groups], Any]
@@ -147,7 +147,7 @@ def _in_bfloat16() -> Method:
 
 
 def _in_coat(**options: Any) -> Method:
-    """Returns the library's own optimizer, which uses its kernel on a GPU."""
+    """Returns Adam with this library's FP8 moments; on a GPU its kernel runs."""
 
     def update(grads, state, b2):
         return coat.scale_by_fp8_adam(B1, b2, **options).update(grads, state)[1]
@@ -173,8 +173,8 @@ UINT8 = dataclasses.replace(
     signed=False,
 )
 OURS = "coat"
-# An earlier form of `OURS`: E4M3 for both moments, mu / sqrt(nu), BF16 scales, rounded
-# to nearest.
+# An earlier form of `OURS`: mu / sqrt(nu) and nu are stored in E4M3 with BF16 scales,
+# rounded to nearest.
 EARLIER = Scheme(
     name="coat nearest",
     mu=Code(expand=3.0, bfloat16_scale=True),

@@ -16,9 +16,9 @@ _COLORS = ("#8d99ae", "#edae49", "#b5651d", "#3a86ff", "#8338ec", "#d1495b", "#2
 
 
 def table(rows: Sequence[Row], *, b2: float, steps: int) -> Table:
-    """Returns a table of updates over exact ones, by story and method.
+    """Returns a table of ratios of updates to exact updates, by sequence and method.
 
-    A cell holds the mean and the largest ratio.
+    Rows are sequences of gradients. A cell holds the mean and the largest ratio.
     """
     shown = [row for row in rows if (row["b2"], row["steps"]) == (b2, steps)]
     title = f"Updates over exact ones, b2 = {b2:g}, {steps:,} steps: mean and largest"
@@ -46,18 +46,18 @@ def _short(value: float) -> str:
 def drawn(runs: Sequence[tuple[float, int]]) -> tuple[float, int]:
     """Returns the b2 and length of the run that `figure` draws.
 
-    This is the longest run of at most 10,000 steps with b2 = 0.999. Without one it is
-    another run of at most 10,000 steps, and without any such run a longer one.
+    Runs of at most 10,000 steps are preferred to longer ones, then runs with
+    b2 = 0.999 to others, and then the longest run.
     """
     usual = [run for run in runs if run[1] <= 10_000] or list(runs)
     return max(usual, key=lambda run: (run[0] == 0.999, run[1]))
 
 
 def figure(curves: Sequence[Row]) -> Figure:
-    """Draws the mean ratio of updates to exact ones over a run, one panel per story.
+    """Draws the mean ratio of updates to exact ones over a run.
 
-    A ratio of 1 is Adam with float32 moments. The shaded band is the target, 5% around
-    1.
+    There is a panel for each sequence of gradients. A ratio of 1 is Adam with float32
+    moments. The shaded band is the target, 5% around 1.
     """
     columns = 4
     drawing = Figure(figsize=(13, 8.5), layout="constrained", dpi=150)

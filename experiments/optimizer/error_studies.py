@@ -97,9 +97,10 @@ Trajectories = dict[tuple[float, str], Trajectory]
 
 
 def spread_rows(capture: Capture) -> list[Row]:
-    """Returns the dynamic range of groups and their k: the paper's figure 2 in numbers.
+    """Returns a row for each captured step, with figure 2 of the paper in numbers.
 
-    Both are medians over groups, after each captured step.
+    The numbers are the medians over groups of the dynamic range in octaves, and of the
+    exponent k of range expansion, for each moment.
     """
     rows = []
     for moments in capture.moments:
@@ -113,7 +114,7 @@ def spread_rows(capture: Capture) -> list[Row]:
 
 
 def pair_rows(capture: Capture) -> list[Row]:
-    """Returns the error of every pair of codes and captured step: tables 1 and 8."""
+    """Returns a row with the error for each captured step and pair of codes."""
     rows = []
     for moments in capture.moments:
         errors = _pair_errors(moments)
@@ -137,7 +138,7 @@ def _pair_errors(moments: MomentSamples) -> dict[tuple[str, str], UpdateError]:
 
 
 def scheme_rows(capture: Capture) -> list[Row]:
-    """Returns the error and the bytes per parameter of each of `SCHEMES`.
+    """Returns rows with the error and the bytes per parameter of each of `SCHEMES`.
 
     Errors are measured after each captured step, on a sample of its groups.
     """
@@ -169,7 +170,7 @@ def octaves(x: Float[np.ndarray, "groups 128"]) -> Float[np.ndarray, " n"]:
 
 
 def range_powers(x: Float[np.ndarray, "groups 128"]) -> Float[np.ndarray, " n"]:
-    """Returns the k that range expansion gives each group that is not all zeros."""
+    """Returns the exponent k of range expansion of each group with nonzero elements."""
     x = x[np.any(x != 0, axis=1)]
     options = {"granularity": coat.PerGroup(GROUP), "expand": True}
     return np.asarray(coat.quantize(jnp.asarray(x), **options).exponent).ravel() / 16

@@ -28,7 +28,7 @@ def spread(rows: list[Row]) -> Table:
 def pairs(
     rows: list[Row], paper: dict[str, tuple[float, ...]], *, with_lost: bool
 ) -> Table:
-    """Returns table 1 or 8: means over the captured steps, the paper's in brackets.
+    """Returns table 1 or 8: means over captured steps, and the paper's in brackets.
 
     Args:
       rows: Rows of `error_studies.pair_rows`, possibly among others.
@@ -52,7 +52,7 @@ def pairs(
 
 
 def schemes(rows: list[Row]) -> Table:
-    """Returns a table of the schemes: bytes, and the error after each captured step."""
+    """Returns a table of schemes: bytes per parameter, and errors by captured step."""
     rows = _of(rows, "schemes")
     steps = list(dict.fromkeys(row["step"] for row in rows))
     names = dict.fromkeys(row["scheme"] for row in rows)
@@ -74,7 +74,8 @@ def schemes(rows: list[Row]) -> Table:
 def replays(rows: list[Row]) -> Table:
     """Returns a table of the replays.
 
-    Squared errors are in thousandths of the exact update's mean square.
+    Squared errors of the update and of the sum of updates are in thousandths of the
+    mean square of the exact numbers. The last column is the median of v / exact v.
     """
     rows = _of(rows, "replays")
     steps = list(dict.fromkeys(row["step"] for row in rows))

@@ -36,7 +36,7 @@ class MomentSamples:
     nu: Float32[np.ndarray, "groups 128"]
 
     def sample(self, groups: int) -> "MomentSamples":
-        """Returns a random sample of `groups` groups, or all if there are no more."""
+        """Returns a random sample of `groups` groups, or all if there are fewer."""
         chosen = _choose(len(self.mu), groups)
         return dataclasses.replace(self, mu=self.mu[chosen], nu=self.nu[chosen])
 
@@ -62,9 +62,9 @@ class Capture:
 
 
 class Sampler:
-    """Draws the same random groups from any tree that is shaped like the parameters.
+    """A function that reads the same random groups from any tree like the parameters.
 
-    Only parameters with moments that `coat.fp8_adamw` quantizes are drawn from.
+    The groups are of parameters with moments that `coat.fp8_adamw` quantizes.
 
     Attributes:
       parameters: Number of parameters from which the groups are drawn.
@@ -112,7 +112,7 @@ def _groups(x: Float32[Array, "..."]) -> Float32[Array, "groups 128"]:
 
 
 def _choose(count: int, size: int) -> np.ndarray:
-    """Draws `size` of `count` indices, ascending; all if there are no more."""
+    """Draws `size` of `count` indices, ascending, or all if there are fewer."""
     if size >= count:
         return np.arange(count)
     return np.sort(np.random.default_rng(0).choice(count, size, replace=False))

@@ -26,10 +26,10 @@ _FULL = np.log2(coat.E4M3.dynamic_range)
 def ranges(moments: MomentSamples) -> Figure:
     """Draws figures 9 and 2: magnitudes and dynamic ranges of groups.
 
-    The left panels show all magnitudes over their group's amax, before and after range
-    expansion. E4M3 has three mantissa bits in the darker shade and fewer in the lighter
-    shade. The right panels show the dynamic range of every group; the dotted line is
-    E4M3's.
+    The left panels show all magnitudes relative to their group's amax, before and after
+    range expansion. E4M3 has three mantissa bits in the darker shade and fewer in the
+    lighter shade. The right panels show the dynamic range of every group; the dotted
+    line is the dynamic range of E4M3.
     """
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     for (left, right), name in zip(figure.subplots(2, 2), _TITLES, strict=True):
@@ -135,7 +135,7 @@ def _codes(x: Array, expand: bool | float) -> Float[np.ndarray, "groups 128"]:
 
 
 def _histogram(axes: Axes, values, edges: Float[np.ndarray, " n"]) -> None:
-    """Draws shares before and after expansion; the end bins count what is outside."""
+    """Draws histograms before and after expansion; end bins include outliers."""
     for x, color, label in zip(
         values, (_BEFORE, _AFTER), ("before", "after"), strict=True
     ):
@@ -148,7 +148,7 @@ def _histogram(axes: Axes, values, edges: Float[np.ndarray, " n"]) -> None:
 
 
 def _shade(axes: Axes) -> list[Patch]:
-    """Shades the ranges of E4M3's normal and of its subnormal magnitudes."""
+    """Shades the ranges of E4M3's normal and subnormal magnitudes; returns patches."""
     spans = ((_NORMAL, 0, "0.88"), (_SMALLEST, _NORMAL, "0.95"))
     style = dict(zorder=0, linewidth=0)
     return [axes.axvspan(low, high, color=c, **style) for low, high, c in spans]

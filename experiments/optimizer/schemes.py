@@ -2,7 +2,8 @@
 
 Moments are groups, arrays [groups, 128], and the update is m / sqrt(v). The library
 stores and reads them, with `coat.quantize`, `quantize_moment` and `dequantize`. This
-module adds only other rules for a group's k, and stochastic rounding with any of them.
+module adds only other rules for a group's k, the exponent of range expansion, and
+stochastic rounding with any rule.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ class Code:
     Attributes:
       format: The 8-bit format.
       expand: The `expand` argument of `coat.quantize`, or a rule for each group's k.
-      weighted: Whether a rule weighs an error by its effect on the update.
+      weighted: Whether a rule weighs each error by its effect on the update.
       stochastic: Whether to round at random to one of the two neighbours, such that the
         mean is the number itself, instead of to the nearest.
       bfloat16_scale: Whether scales are rounded to bfloat16, as `coat.quantize` does.
@@ -79,8 +80,8 @@ class Code:
     def _library(self, x: Groups) -> coat.QuantizedArray:
         """Quantizes to nearest with the library.
 
-        Codes with range expansion and float32 scales are stored as the optimizers do,
-        and all others as `coat.quantize` does.
+        Codes with range expansion and float32 scales are quantized as in the library's
+        optimizers, and all others by `coat.quantize`.
         """
         granularity = coat.PerGroup(GROUP)
         if self.expand is False or self.bfloat16_scale:
@@ -120,7 +121,8 @@ class Scheme:
         """Stores both moments.
 
         The sensitivities are the derivatives of the update u = m / sqrt(v):
-        du/dm = 1 / sqrt(v), and |du/dv| = |u| / (2 v). Where v counts as 0 they are 0.
+        du/dm = 1 / sqrt(v), and |du/dv| = |u| / (2 v). If v is below the smallest
+        normal float32, they are 0.
         """
         update = exact_update(mu, nu)
         root = lax.rsqrt(jnp.maximum(nu, _TINY))
@@ -164,10 +166,12 @@ def read_update(mu: Groups, nu: Groups) -> Groups:
 class UpdateError(NamedTuple):
     """The error of m / sqrt(v), over elements with an exact v other than zero.
 
+    Subnormal numbers count as zero here. An element is lost if its stored v is zero.
+
     Attributes:
-      mse: Mean squared error over elements with a stored v other than zero, too.
-      mse_with_lost: Mean squared error over all these elements.
-      lost: Share of elements with a stored v of zero.
+      mse: Mean squared error over the elements that are not lost.
+      mse_with_lost: Mean squared error over all these elements, lost ones included.
+      lost: Share of lost elements.
     """
 
     mse: Float32[Array, ""]
@@ -220,9 +224,9 @@ def quantize_by(
 def best_power(
     x: Groups, sensitivity: Groups, format: coat.Format
 ) -> UInt8[Array, "groups 1"]:
-    """Returns each group's k with the least sum of (error * sensitivity)^2.
+    """Returns each group's k in sixteenths, for the least weighted squared error.
 
-    All k from 1/16 to 10 are tried, in sixteenths.
+    The error is the sum of (error * sensitivity)^2. All k from 1/16 to 10 are tried.
     """
 
     def attempt(best, candidate):
@@ -292,8 +296,8 @@ class Trajectory(NamedTuple):
     """Errors of Adam with stored moments against exact Adam, step by step.
 
     Attributes:
-      update_error: Mean squared error of the update, over the exact update's mean
-        square.
+      update_error: Mean squared error of the update, relative to the mean square of
+        the exact update.
       sum_error: The same ratio for the sum of all updates so far.
       nu_ratio: Median of v over the exact v, before v is stored.
     """
@@ -316,8 +320,8 @@ def replay(
 ) -> Trajectory:
     """Feeds gradients to exact Adam and to Adam that stores its moments by a scheme.
 
-    Both start from `mu` and `nu`. The update is m / sqrt(v), without bias correction
-    and learning rate, because these are the same for both.
+    Both optimizers start from `mu` and `nu`. The update is m / sqrt(v), without bias
+    correction and learning rate, which are the same for both.
     """
 
     def step(carry, inputs):

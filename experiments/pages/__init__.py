@@ -1,1 +1,1 @@
-"""Pages of results: README.md, experiments/README.md and docs/pages/paper.md."""
+"""Renderers of pages with results, such as README.md and docs/pages/paper.md."""

@@ -1,6 +1,6 @@
 """Renders the pages with results, from the files in experiments/results/.
 
-These are the results and pictures of README.md and of the docs' home page,
+The command renders the results and pictures of README.md and of the docs' home page,
 experiments/README.md, docs/pages/paper.md with all tables and figures of the paper, and
 the tables of docs/pages/release.md, docs/pages/models-hf.md, docs/pages/experts.md and
 docs/pages/ecosystem.md.

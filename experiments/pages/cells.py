@@ -1,16 +1,16 @@
-"""Tables of cells that are measured here, printed in the paper, or not run and why."""
+"""Tables of numbers that were measured here, are in the paper, or were not measured."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 _LETTERS = "abcdefghij"
-# Columns that a window of 1,280 pixels shows next to the site's contents.
+# The number of columns that fit into a window of 1,280 pixels next to the contents.
 _MOST_COLUMNS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """A number that an experiment of this repository has measured; shown in bold."""
+    """A number that an experiment of this repository measured; shown in bold."""
 
     value: float
     digits: int = 2
@@ -38,7 +38,7 @@ class NotRun:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A cell that is no number, such as "OOM"."""
+    """A cell with a text, such as "OOM"."""
 
     text: str
 
@@ -55,8 +55,8 @@ class Section:
 
     Attributes:
       title: The title, with the paper's number.
-      text: What is compared, and why ours differs.
-      columns: The heads of the columns, without the column of labels.
+      text: A text on what is compared, and why our numbers differ.
+      columns: The titles of the columns, without the column of labels.
       rows: The rows: a label, and a cell for each column.
       source: The command and device of the measurements; empty if there are none.
     """
@@ -78,8 +78,8 @@ class Section:
     def render(self) -> str:
         """Returns the section in Markdown.
 
-        A table of more columns than fit on a page has its columns as lines. A row
-        without any measurement is left out, and the note below says why.
+        A table with more columns than fit on a page is transposed. A row with only
+        `NotRun` cells is left out, and the note below the table says why.
         """
         letters = dict(zip(self._reasons(), _LETTERS, strict=False))
         rows = [

@@ -1,4 +1,4 @@
-"""The table of the ecosystem page, of trainings in other codebases."""
+"""The table of the ecosystem page: trainings in other codebases."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from experiments.common.tables import Column, markdown
 
 
 def trainings() -> str:
-    """Returns the table of trainings, and what could not be had."""
+    """Returns the table of trainings, and notes on some of them."""
     rows = load("ecosystem")["rows"]
     columns = (
         Column("Training", "codebase"),

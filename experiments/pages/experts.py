@@ -34,7 +34,7 @@ _LAYERS = {
     "BF16 `jax.lax.ragged_dot`": "bf16_ragged_dot_gates_recomputed",
     "two lines": "two_lines",
 }
-# The results files of layers on two GPUs, by what exchanges the rows of tokens.
+# The results files of layers on two GPUs, by the collective that exchanges tokens.
 _EXCHANGES = {
     "all-to-all of chunks": "expert_parallel",
     "`jax.lax.ragged_all_to_all`": "expert_parallel_ragged",
@@ -42,7 +42,7 @@ _EXCHANGES = {
 
 
 def of_models() -> str:
-    """Returns docs/pages/experts.md's table of layers of two models."""
+    """Returns the table of two models' layers in docs/pages/experts.md."""
     files = {model: load("moe", f"layers_{name}") for name, model in _MODELS.items()}
     rows = {model: results["rows"][0] for model, results in files.items()}
     (device,) = {results["device"]["name"] for results in files.values()}

@@ -1,4 +1,4 @@
-"""The section on what each step of the FP8 recipes costs in loss."""
+"""The section on the loss that each part of the FP8 recipes costs."""
 
 from experiments.common.results import load
 from experiments.common.tables import Column, markdown
@@ -12,7 +12,7 @@ _NAMES = [
 
 
 def fidelity() -> str:
-    """Returns the section."""
+    """Returns the section on the loss that each part of the FP8 recipes costs."""
     files = [load("fidelity", name) for name in _NAMES]
     rows, last = by_shared(files), files[-1]
     setup = last["settings"]

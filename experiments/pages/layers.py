@@ -1,4 +1,4 @@
-"""Sections of experiments/README.md on layers: on two versions of JAX, and of users."""
+"""Sections of experiments/README.md on layers: this library's, and plain Flax ones."""
 
 import functools
 import textwrap
@@ -12,8 +12,7 @@ from experiments.pages.speed import time_of
 
 _VERSIONS = (OLDEST_JAX, NEWEST_JAX)
 _MS = "forward_backward_ms"
-# The results files of layers of Hugging Face's models and the names of their layers, by
-# title.
+# The results file of a Hugging Face model's layer, and its name there, by title.
 _MODELS = {
     "Qwen3-8B's": ("layer_qwen3", "qwen"),
     "as Gemma 2's, heads of 128": ("layer_gemma2", "gemma 2"),
@@ -24,7 +23,7 @@ _MODELS = {
         "gemma 2, coat.attention",
     ),
 }
-# The cases of these layers, by title.
+# The measured cases of each of these layers, by title.
 _OF_MODELS = {
     "plain Flax, BF16": "bf16",
     "plain Flax in two lines": "both",
@@ -92,7 +91,7 @@ def _case_of(row: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def foreign() -> str:
-    """Returns the section on layers that users of Flax wrote."""
+    """Returns the section on layers that are written in plain Flax."""
     newest = load("bench_foreign")
     shape = newest["rows"][0]
     text = (
@@ -110,7 +109,7 @@ def foreign() -> str:
 
 
 def _foreign(results: dict[str, Any]) -> tuple[str, str]:
-    """Returns a sentence on a results file, and a table."""
+    """Returns a results file's device and version of JAX, and its table."""
     layers = by_column(results["rows"], "layer", "case")
     cases = dict.fromkeys(case for row in layers.values() for case in row)
     columns = [Column("", lambda layer: layer[0])]
@@ -129,7 +128,7 @@ def _foreign_cell(layer: tuple[str, dict[str, dict[str, Any]]], case: str) -> st
 
 
 def offloaded() -> str:
-    """Returns the section on activations that wait on the host."""
+    """Returns the section on activations that are offloaded to the host."""
     results = load("bench_offload")
     rows = by_column(results["rows"], "case", "offloads")
     text = (

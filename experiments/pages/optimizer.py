@@ -1,4 +1,4 @@
-"""Sections on the optimizer."""
+"""Sections on FP8 AdamW: speed, the drift of its moments, and loss curves."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from experiments.pages.sections import markdown_image, section
 
 
 def optimizer() -> str:
-    """Returns the section on the benchmark of a step."""
+    """Returns the section on the benchmark of an optimizer step."""
     results = load("bench_optimizer")
     text = (
         "**A step of the optimizer** (`bench_optimizer`): a matrix of a billion "
@@ -30,7 +30,7 @@ def optimizer() -> str:
 
 
 def drift() -> str:
-    """Returns the section on the drift of moments."""
+    """Returns the section on the drift of 8-bit moments."""
     usual, longest = 10_000, 100_000
     rows = [row for row in load("drift")["rows"] if row["ratio"]]
     b2s = sorted({row["b2"] for row in rows})
@@ -89,7 +89,7 @@ def curves() -> str:
 
 
 def _length(results: dict[str, Any]) -> str:
-    """Returns the size of trainings, their device and the number of seeds."""
+    """Returns the size of trainings, their device and the number of seeds, in words."""
     settings = results["settings"]
     return (
         f"{settings['steps']:,} steps of {settings['batch_size']} x "
@@ -99,7 +99,7 @@ def _length(results: dict[str, Any]) -> str:
 
 
 def _gaps(results: dict[str, Any]) -> str:
-    """Returns a table of validation losses and their gaps."""
+    """Returns a table of validation losses, and their gaps to a reference."""
 
     def gap(title: str, key: str) -> Column:
         def of(row: dict[str, Any]) -> float | None:
@@ -117,7 +117,7 @@ def _gaps(results: dict[str, Any]) -> str:
 
 
 def wrapped() -> str:
-    """Returns the section on wrapped optimizers."""
+    """Returns the section on optax optimizers with `coat.with_quantized_state`."""
     results = load("wrapped_optimizers", "wrapped_optimizers_tiny")
     text = (
         "**Other optimizers** (`wrapped_optimizers_tiny`): each of optax's as it is "

@@ -1,4 +1,4 @@
-"""The page of all tables and figures."""
+"""The page of all tables and figures of the paper, docs/pages/paper.md."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from experiments.common.paper import FIGURES
 from experiments.pages.paper_tables import tables
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "paper.md"
-# The picture or notebook that corresponds to a figure of the paper, and a remark.
+# The picture that corresponds to a figure of the paper, if any, and a remark.
 _RESULTS = "experiments/results"
 _OURS = {
     1: ("", "predicted for 13B, next to the paper's, in notebook 08_end_to_end"),
@@ -49,7 +49,7 @@ def page() -> str:
 
 
 def figures() -> str:
-    """Returns the section of the figures."""
+    """Returns the section on the paper's figures."""
     lines = ["## Figures", "", "| | the paper's | here |", "| --- | --- | --- |"]
     for number, title in FIGURES.items():
         picture, remark = _OURS[number]

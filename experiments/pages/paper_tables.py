@@ -1,4 +1,4 @@
-"""The paper's tables, each next to what was measured here."""
+"""The paper's tables, with the numbers that were measured here."""
 
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
@@ -253,7 +253,7 @@ def _end_to_end() -> Section:
 
 
 def _step(row: dict[str, Any]) -> list[Cell]:
-    """Returns the cells of a training step."""
+    """Returns the cells of a measured training step, in the columns of table 7."""
     sizes = (row["optimizer_gib"], row["activations_gib"], row["peak_gib"])
     cells: list[Cell] = [Here(size, 1) for size in sizes]
     cells.append(NotRun("the largest batch is predicted in notebook 08_end_to_end"))

@@ -46,17 +46,17 @@ installed packages.
 
 
 def readme(text: str) -> str:
-    """Returns README.md's text with new results between the markers of each."""
+    """Returns README.md's text, with new results between the markers for them."""
     text = _with(text, "headline", _headline())
     return _with(text, "losses", training.losses())
 
 
 def home(text: str, readme_text: str) -> str:
-    """Returns the home page's text, with the headline and the pieces of README.md.
+    """Returns the home page's text, with README.md's headline table and "pieces".
 
     Args:
       text: The text of docs/pages/index.md.
-      readme_text: The text of README.md, which names guides by their paths.
+      readme_text: The text of README.md, which has links to docs/pages.
     """
     text = _with(text, "headline", _headline())
     pieces = _split(readme_text, "pieces")[1]
@@ -84,7 +84,7 @@ def trainings(text: str) -> str:
 
 
 def _split(text: str, name: str) -> tuple[str, str, str]:
-    """Returns what stands before, between and after the markers of a name."""
+    """Splits a text at the two markers of a name: before, between, and after."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
     head, _, tail = text.partition(begin)
     content, _, tail = tail.partition(end)
@@ -135,7 +135,7 @@ def results() -> str:
 
 
 def headline_rows() -> list[dict[str, Any]]:
-    """Returns the rows of `bench_e2e` that stand at the top of README.md."""
+    """Returns the rows of `bench_e2e` for the table at the top of README.md."""
     rows = {(row["case"], row["batch"]): row for row in load("bench_e2e")["rows"]}
     return [rows[key] for key in _HEADLINE]
 

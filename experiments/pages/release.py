@@ -12,7 +12,7 @@ _FILES = ("release", _LONGER, "release_h200", "release_moe", "release_two")
 
 
 def released() -> str:
-    """Returns the section on measured steps."""
+    """Returns the section on measured steps with the optimizer inside backward."""
     files = [load("release", name) for name in _FILES]
     rows = [row | _device(results) for results in files for row in results["rows"]]
     columns = (
@@ -42,9 +42,9 @@ def released() -> str:
 
 
 def times_bf16() -> float:
-    """Returns how many times as fast as BF16 Llama-3-8B is with `coat` at 4,096 tokens.
+    """Returns the speed of Llama-3-8B with `coat` over BF16's, at 4,096 tokens.
 
-    Both are at the fastest batch that was measured.
+    Each speed is at the fastest batch that was measured.
     """
     rates: dict[bool, list[float]] = {False: [], True: []}
     for row in load("release", _LONGER)["rows"]:
@@ -63,7 +63,7 @@ def _device(results: dict) -> dict[str, str]:
 
 
 def _thirteen_billion(rows: list[Row]) -> float:
-    """Returns the ms of a step of 40 layers, on the line through 10 and 20 layers."""
+    """Extrapolates the ms of a step of 40 layers from steps of 10 and 20 layers."""
     times = {
         row["layers"]: row["ms_per_step"]
         for row in rows

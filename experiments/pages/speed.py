@@ -1,4 +1,4 @@
-"""Sections on time and memory."""
+"""Sections on time and memory of training steps, layers and kernels."""
 
 import itertools
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from experiments.common.tables import Column, grouped, markdown
 from experiments.pages.sections import markdown_image, section
 
 _BATCH = Column("batch", "batch")
-# The columns of a training step: ratios to other rows, and what takes the memory.
+# Columns of tables of training steps: ratios to other rows, and parts of the memory.
 _RATIOS = (
     Column("times `bf16`", "ratio_to_bf16", "{:.2f}"),
     Column("times its best", "ratio_to_best_bf16", "{:.2f}"),
 )
 _OPTIMIZER = Column("optimizer", "optimizer_gib", "{:.1f} GiB")
 _PEAK = Column("peak", "peak_gib", "{:.1f} GiB")
-# Rows of gates that are shorter or longer than in most models.
+# Shapes of gates with shorter or longer rows than most models have.
 _ROWS = (
     *("16384 x 768", "16384 x 1408"),
     *("8192 x 17920", "8192 x 26624", "8192 x 28672"),
@@ -34,7 +34,7 @@ _TORCHTITAN_PAGE = (
 _TORCHTITAN = {32_768: 3890, 65_536: 2540}
 # Targets for the tokens per second of each of four GPUs.
 _ON_FOUR = {32_768: 7500, 65_536: 4800}
-# Kernels that take as long are measured to within a few percent.
+# Kernels that take at least this long are measured to within a few percent.
 _LONG_MS = 0.1
 
 
@@ -66,7 +66,7 @@ def _rate(row: dict[str, Any], key: str) -> str:
 
 
 def several_gpus() -> str:
-    """Returns the section on training steps of several GPUs with FSDP."""
+    """Returns the section on training steps on several GPUs with FSDP."""
     text = (
         "**Several GPUs**: training steps fully sharded on GPUs of one machine, by "
         "`jax.jit` but for `bf16, shard_map`, where the user's program gathers the "
@@ -78,7 +78,7 @@ def several_gpus() -> str:
 
 
 def _of_kind(name: str) -> str:
-    """Returns the table of a results file of one kind of GPU."""
+    """Returns the table of a results file, which is of one kind of GPU."""
     results = load("bench_e2e", name)
     columns = (
         Column("", "title"),
@@ -93,7 +93,7 @@ def _of_kind(name: str) -> str:
         _PEAK,
     )
     names = [ModelSize.of_row(row).name for row in results["rows"]]
-    # A model's name stands in its first row alone.
+    # Only the first row of each model has the model's name.
     titles = (b if b != a else "" for a, b in itertools.pairwise([None, *names]))
     rows = ({"title": t} | r for t, r in zip(titles, results["rows"], strict=True))
     jax = results["versions"]["jax"]
@@ -102,13 +102,13 @@ def _of_kind(name: str) -> str:
 
 
 def _case(row: dict[str, Any]) -> str:
-    """Returns a row's case, with its flags of XLA."""
+    """Returns a row's case, with its XLA flags if it has any."""
     flags = row.get("xla_flags")
     return f"{row['case']}, with `{flags}`" if flags else row["case"]
 
 
 def _visible() -> str:
-    """Returns a sentence on one GPU where others are visible too."""
+    """Returns a sentence on training on one GPU while a second one is visible."""
     files = [load("bench_e2e", f"bench_e2e_visible_{count}") for count in (1, 2)]
     (row,), (one_of_two,) = (results["rows"] for results in files)
     alone, ours = (r["tokens_per_s"] for r in (row, one_of_two))
@@ -177,12 +177,12 @@ def estimates() -> str:
 
 
 def _sum(title: str, *kinds: str) -> Column:
-    """Returns a column of the GiB of kinds of memory together."""
+    """Returns a column with the sum of the GiB of some kinds of memory."""
     return Column(title, lambda row: sum(row[f"{k}_gib"] for k in kinds), "{:.1f}")
 
 
 def _grown(rows: list[dict[str, Any]]) -> str:
-    """Returns how the optimizer's state has changed since the peaks were measured."""
+    """Returns a clause on the growth of the optimizer state since the measurements."""
     grown = max(row["optimizer_gib"] - row["measured_optimizer_gib"] for row in rows)
     return (
         f"The FP8 state of today is up to {grown:.2f} GiB larger than the measured one "
@@ -218,7 +218,7 @@ def layer() -> str:
 
 
 def time_of(row: dict[str, Any]) -> str:
-    """Returns the milliseconds of a layer, and its speed over BF16's."""
+    """Returns the milliseconds of a layer, and its speed relative to BF16."""
     return f"{row['forward_backward_ms']:.2f} ({row['ratio_to_bf16']:.2f})"
 
 
@@ -281,7 +281,7 @@ _ELEMENTWISE = (
 
 
 def _over_rows(title: str, of: Callable[..., float], key: str, form: str) -> Column:
-    """Returns a column of `of` over the `key` of all rows of a kind of matmul."""
+    """Returns a column that reduces `key` by `of`, over a kind of matmul's rows."""
     return Column(title, lambda kind: of(row[key] for row in kind[1]), form)
 
 
@@ -295,7 +295,7 @@ _PRODUCTS = (
 
 
 def _more_kernels() -> list[str]:
-    """Returns the parts on activations without a product, other rows, and versions."""
+    """Returns the parts on lone activations, gates of other sizes, and JAX versions."""
     results = load("bench_kernels", "bench_kernels_h100")
     newest = load("bench_kernels", f"bench_kernels_h100_jax_{NEWEST_JAX}")
     shape = "16384 x 8192"
@@ -336,7 +336,7 @@ def _on_both_versions(oldest: dict[str, Any], newest: dict[str, Any]) -> str:
 
 
 def _rested(rows: list[dict[str, Any]]) -> str:
-    """Returns a clause with the TFLOP/s measured with a pause before each call."""
+    """Returns a clause on the TFLOP/s with a pause before each call, or ""."""
     rates = {
         row["kernel"]: f"{row['rested_tflop_per_s']:,.0f}"
         for row in rows

@@ -1,4 +1,4 @@
-"""Sections on training."""
+"""Sections on pretraining, meshes, fine-tuning and a vision-language model."""
 
 import textwrap
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _TRAININGS = "pretrain_300m_compared", "pretrain_124m_compared"
 
 
 def losses() -> str:
-    """Returns README.md's lines on the losses of its picture."""
+    """Returns README.md's text on the losses in its picture."""
     results = load("pretrain", _TRAININGS[0])
     rows = over_seeds(results["rows"])
     gaps = {recipe: f"{row['val_gap_percent']:.1f}%" for recipe, row in rows.items()}
@@ -43,9 +43,9 @@ def losses() -> str:
 
 
 def all_gaps() -> dict[str, list[float]]:
-    """Returns by how many percent validation losses exceed `bf16`'s, by recipe.
+    """Returns the percentages by which validation losses exceed `bf16`'s, by recipe.
 
-    Each training is compared with the `bf16` of the same seed and data.
+    Each training is compared with the `bf16` training of the same seed and data.
     """
     by_recipe: dict[str, list[float]] = {}
     for name in _TRAININGS:
@@ -87,7 +87,7 @@ def pretraining() -> str:
 
 
 def _main_job() -> str:
-    """Returns a text on the main job with its defaults."""
+    """Returns a sentence on `experiments.pretrain` with its default settings."""
     name = "pretrain_cpu_compared"
     results = load("pretrain", name)
     gaps = comparison.gaps(results["rows"], "val_loss")["coat"]
@@ -133,7 +133,7 @@ def _size(results: Mapping[str, Any]) -> str:
 
 
 def _losses_and_costs(results: Mapping[str, Any]) -> str:
-    """Returns a table of losses, memory and speed by recipe, means over the seeds."""
+    """Returns a table of losses, memory and speed by recipe, averaged over seeds."""
     columns = (
         Column("", "recipe", "`{}`"),
         Column("seeds", "seeds"),
@@ -202,7 +202,7 @@ def finetuning() -> str:
 
 
 def finetuning_real() -> str:
-    """Returns the section on fine-tuning a model that others trained."""
+    """Returns the section on fine-tuning a published pretrained model."""
     name = "finetune_real"
     results = load("finetune_real", name)
     shares = {
@@ -233,7 +233,7 @@ def finetuning_real() -> str:
 
 
 def finetuning_large() -> str:
-    """Returns the section on fine-tuning an 8B shape on one GPU."""
+    """Returns the section on fine-tuning a model of Llama-3-8B's shape on one GPU."""
     name = "finetune_large"
     results, of_all = (load("finetune_real", n) for n in (name, f"{name}_all"))
     rows = [*of_all["rows"], *results["rows"]]
@@ -270,7 +270,7 @@ def _answers(
     Args:
       shares: The percentage by recipe and kind of question.
       points: The points above `bf16` by recipe, and the upper end of their interval.
-      losses: The loss on the questions by recipe, if it has a column.
+      losses: The loss on the questions by recipe; None means no such column.
     """
     recipes, kinds = (list(dict.fromkeys(key)) for key in zip(*shares, strict=True))
 
@@ -309,7 +309,7 @@ def vision_language() -> str:
 
 
 def _questions_and_seeds(results: Mapping[str, Any]) -> str:
-    """Returns what the right answers of a vision-language model are means over."""
+    """Returns the numbers of questions and seeds, and the device, in words."""
     every = next(row for row in results["summary"] if row["kind"] == ALL)
     return (
         f"{every['questions']:,} questions about unseen scenes, {every['seeds']} "

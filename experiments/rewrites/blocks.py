@@ -1,4 +1,4 @@
-"""Blocks of random programs: matmuls, what stands around them, and their calls."""
+"""Blocks of random programs: matmuls, operations around them, and ways to call them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,9 +13,10 @@ from experiments.rewrites.points import clipped, point
 
 
 def product(draw: Draw, width: int | None = None) -> Step:
-    """Draws a matmul and a bias, each with a point after it; `width` is the result's.
+    """Draws a matmul and perhaps a bias, each perhaps followed by another operation.
 
-    Afterwards `draw.width` is the width of the result.
+    `width` is the last axis of the result, by default `draw.width`. Afterwards
+    `draw.width` is the last axis of the result.
     """
     form = draw.random.choice(["weight", *WEIGHTS] if draw.chance(0.5) else ["weight"])
     draw.elements.append(form)
@@ -116,7 +117,7 @@ def _gated_at_once(draw: Draw) -> Step:
 
 
 def _several(draw: Draw) -> Step:
-    """Draws matmuls of one array, with results that are used differently."""
+    """Draws several matmuls of one array, with activations of some results."""
     branches = []
     for _ in range(draw.random.choice([2, 3, 4])):
         multiply = product(draw, WIDTH)
@@ -186,7 +187,7 @@ STREAMS = {
 
 
 def block(draw: Draw) -> Step:
-    """Draws a norm, matmuls, and the sum of their result and the stream."""
+    """Draws a random block: perhaps a norm, matmuls, and a way to add the stream."""
     pre_norm = norm(draw) if draw.chance(0.7) else point(draw)
     inner = draw.one_of(INNER)
     name = draw.random.choice(list(STREAMS))
@@ -202,7 +203,7 @@ def block(draw: Draw) -> Step:
     return step
 
 
-# Calls of a block, as functions of the surroundings, of the block as a function of
+# Ways to call a block: functions of the environment, of the block as a function of
 # parameters, array and integers, and of the array.
 
 
@@ -227,7 +228,7 @@ def _with_rule(env, fn, h):
         pullback = jax.vjp(lambda p, h: fn(p, h, numbers), params, h)[1]
         return *pullback(g / 2), None
 
-    # JAX has no rules for functions that close over traced arrays.
+    # Functions with a custom rule must not close over traced arrays.
     ruled = jax.custom_vjp(fn)
     ruled.defvjp(lambda *arrays: (fn(*arrays), arrays), backward)
     return ruled(dict(env.params), h, env.numbers)
@@ -241,7 +242,7 @@ def _gradient_inside(env, fn, h):
 
 
 def _calling(call: Callable[..., Array]) -> Maker:
-    """Returns a function that draws a block, which `call` calls."""
+    """Returns a maker of random blocks that are called by `call`."""
 
     def make(draw: Draw) -> Step:
         inner = block(draw)
@@ -287,5 +288,5 @@ CALLS: dict[str, Maker] = {
 
 
 def called_block(draw: Draw) -> Step:
-    """Draws a block, and how it is called."""
+    """Draws a random block, and perhaps one of `CALLS` to call it."""
     return draw.one_of(CALLS) if draw.chance(0.4) else block(draw)

@@ -12,15 +12,16 @@ WIDTH = 128  # The last axis of activations.
 
 @dataclasses.dataclass(frozen=True)
 class Env:
-    """The surroundings in which a program runs.
+    """The environment in which a program runs.
 
     Attributes:
       dot: The matmul, with the arguments of `jax.lax.dot_general`.
       params: The parameters.
       numbers: Integers, one for each token.
       dtype: The dtype of activations.
-      marked: Whether names, constraints and barriers of one array are there.
-      remat: Wraps a function of parameters and activations within the program.
+      marked: Whether the program has its marks: names, sharding constraints, and
+        barriers of one array.
+      remat: The wrapper of functions of parameters and activations in the program.
       softmax: The softmax of attention.
     """
 
@@ -33,11 +34,11 @@ class Env:
     softmax: Callable[[jax.Array], jax.Array] = jax.nn.softmax
 
     def with_params(self, params: Mapping[str, jax.Array]) -> "Env":
-        """Returns surroundings with some parameters replaced."""
+        """Returns an environment with some parameters replaced."""
         return dataclasses.replace(self, params={**self.params, **params})
 
 
-# An operation on an array, which shares its last axis with the result.
+# An operation on an array, in an environment; and a function that draws an operation.
 Step = Callable[[Env, jax.Array], jax.Array]
 Maker = Callable[["Draw"], Step]
 
@@ -48,7 +49,7 @@ class Draw:
     Attributes:
       random: The source of random choices.
       shapes: The shapes of the parameters.
-      width: The last axis of the arrays at this place of the program.
+      width: The last axis of the arrays at the current place of the program.
       elements: The names of the elements of the grammar that were drawn.
     """
 
@@ -69,17 +70,17 @@ class Draw:
         return self.random.random() < probability
 
     def one_of(self, table: Mapping[str, Maker]) -> Step:
-        """Draws an element of a table."""
+        """Draws an element of a table, and the choices of this element."""
         name = self.random.choice(list(table))
         self.elements.append(name)
         return table[name](self)
 
 
 def fixed(step: Step) -> Maker:
-    """Returns an element without choices of its own."""
+    """Returns a maker that always returns `step`."""
     return lambda draw: step
 
 
 def pure(fn: Callable[[jax.Array], jax.Array]) -> Maker:
-    """Returns an element that is a function of its array alone."""
+    """Returns a maker that always returns the operation `fn` of an array."""
     return lambda draw: lambda env, x: fn(x)

@@ -13,7 +13,7 @@ _CALLS = frozenset({"closed_call", "jit", "remat2", "custom_jvp_call"})
 
 
 def interpreted(fn: Callable, *args: Any) -> Any:
-    """Returns `fn(*args)`, computed one operation of its jaxpr after the other.
+    """Returns `fn(*args)`, computed equation by equation of the jaxpr.
 
     Many small programs share compiled operations, where `jax.jit` would compile each
     program as a whole.

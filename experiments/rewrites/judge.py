@@ -1,8 +1,9 @@
 """Compares random programs under `fp8_remat` with the same programs without FP8.
 
 The oracle is JAX itself: the program with `jax.lax.dot_general` in float32. A program
-that is beyond the bound is ill-conditioned if the oracle moves as much when each of its
-matmuls has random errors as large as the errors of codes, and so has each softmax.
+with an error beyond the bound is ill-conditioned if the oracle has an error at least a
+sixth as large when its matmuls and softmaxes get random errors as large as the rounding
+errors of codes.
 """
 
 import itertools
@@ -25,9 +26,9 @@ from experiments.rewrites.verdicts import Judged
 _IS_WIDE = jnp.dtype(jnp.float8_e4m3fn).itemsize > 1
 # The largest error relative to an array's norm, and the errors of single codes.
 _BOUND, _CODE_ERROR = (0.02, 1e-3) if _IS_WIDE else (0.25, 0.04)
-_FACTOR = 6  # Errors up to this times the oracle's own are its condition.
-# Gradients that are zero in exact arithmetic have a norm of rounding errors. Errors are
-# relative to this much for each element at least; a gradient of the result is 1.
+_FACTOR = 6  # Errors up to this times the noisy oracle's are due to the program.
+# Gradients that are zero in exact arithmetic consist of rounding errors, so an array's
+# root mean square counts as this at least; the gradient of the result has about 1.
 _FLOOR = 0.05
 
 
@@ -64,7 +65,7 @@ def judged(program: Program) -> Judged:
 
 
 def light(program: Program, *, marked: bool = True) -> Callable:
-    """Returns a program under `fp8_remat`, with its options."""
+    """Returns a program under `fp8_remat`, with the program's options."""
     policies = jax.checkpoint_policies
     options: dict[str, dict[str, Any]] = {
         "E5M2": {"format": coat.E5M2},
@@ -81,7 +82,7 @@ def light(program: Program, *, marked: bool = True) -> Callable:
 
 
 def marked_and_unmarked_bytes(program: Program) -> tuple[int, int]:
-    """Returns the bytes that a program saves, with its marks and without."""
+    """Returns the bytes that a program saves with its marks, and without them."""
     arguments = program.arguments(jnp.bfloat16)[:3]
     marked, unmarked = (
         _saved_bytes(light(program, marked=marked), *arguments)
@@ -105,7 +106,7 @@ def _exact(lhs, rhs, dimension_numbers):
 
 
 def _noisy(seed, calls, lhs, rhs, dimension_numbers):
-    """Multiplies with relative errors in operands, in results, and so in gradients."""
+    """Computes a matmul with random relative errors in its operands and its result."""
     rng = np.random.default_rng((seed, next(calls)))
 
     def moved(x):
@@ -118,7 +119,7 @@ def _noisy(seed, calls, lhs, rhs, dimension_numbers):
 def _softmax_of_copies(seed: int) -> Callable[[jax.Array], jax.Array]:
     """Returns a softmax that reads probabilities with relative errors in backward.
 
-    Copies of probabilities do not add up to 1, which is a known limit of plain
+    The rounded copies of probabilities do not sum to 1, which is a known limit of plain
     attention: gradients of queries have an error relative to the keys' mean.
     """
 

@@ -66,7 +66,7 @@ STANDARDS = {
 
 
 def norm(draw: Draw) -> Step:
-    """Draws a norm, its precision, and what scales and shifts it."""
+    """Draws a norm, its precision, its scale and bias, and operations around it."""
     if draw.chance(0.15):
         return _flax_norm(draw)
     name = draw.random.choice(list(STANDARDS))
@@ -161,7 +161,7 @@ ACTIVATIONS = {
 
 
 def activation(draw: Draw) -> Step:
-    """Draws an activation with what stands before and after it."""
+    """Draws an activation, and perhaps operations before and after it."""
     name = draw.random.choice(list(ACTIVATIONS))
     draw.elements.append(name)
     fn, on_input, after = ACTIVATIONS[name], point(draw, 0.15), point(draw, 0.15)

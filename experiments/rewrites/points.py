@@ -1,7 +1,7 @@
 """Operations that may stand at any point of a program: marks, layouts, rules, effects.
 
-All keep the shape of their array. Marks are transparent: a program with them saves the
-bytes of the program without them.
+All keep the shape of their array. Marks (names, sharding constraints and barriers) are
+transparent: a program saves as many bytes with them as without them.
 """
 
 import functools
@@ -21,7 +21,7 @@ _FAR = 30.0  # A constant that is large compared with activations.
 
 @jax.custom_vjp
 def clipped(x):
-    """Returns x, and clips its gradient."""
+    """Returns `x`, and clips its gradient."""
     return x * 1
 
 
@@ -32,7 +32,7 @@ clipped.defvjp(
 
 @jax.custom_jvp
 def straight_through(x):
-    """Saturates, with a gradient of 1."""
+    """Clips an array to [-2, 2], with a gradient of 1."""
     return jnp.clip(x, -2.0, 2.0)
 
 
@@ -43,7 +43,7 @@ def _(primals, tangents):
 
 @jax.custom_vjp
 def frozen_scale(x, scale):
-    """Multiplies by a scale that is not trained."""
+    """Multiplies by a scale that has a gradient of zero."""
     return x * scale.astype(x.dtype)
 
 
@@ -54,12 +54,12 @@ frozen_scale.defvjp(
 
 
 def fp8_dot(x):
-    """Doubles an array; has the name of an operation of the library."""
+    """Doubles an array, under the name of an operation of the library."""
     return 2 * x
 
 
 def fused_matmul(x):
-    """Halves an array; has the name of an operation of the library."""
+    """Halves an array, under the name of an operation of the library."""
     return x / 2
 
 
@@ -69,7 +69,7 @@ def _mesh() -> jax.sharding.Mesh:
 
 
 def constrained(x):
-    """Constrains an array on a mesh of one device."""
+    """Constrains the sharding of an array, on a mesh of one device."""
     spec = P("data", *[None] * (x.ndim - 1))
     return lax.with_sharding_constraint(x, NamedSharding(_mesh(), spec))
 
@@ -208,8 +208,8 @@ POINTS: dict[str, Maker] = MARKS | {
 
 
 def point(draw: Draw, probability: float = 0.2) -> Step:
-    """Draws what stands at a point: mostly nothing."""
+    """Draws an operation with this probability; otherwise returns the identity."""
     if not draw.chance(probability):
         return lambda env, x: x
-    # Half of what is drawn should leave fusions as they are.
+    # About half of the operations should be marks, which leave fusions as they are.
     return draw.one_of(MARKS if draw.chance(0.4) else POINTS)

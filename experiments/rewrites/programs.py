@@ -1,4 +1,4 @@
-"""Random programs: a seed makes a function of parameters, activations and integers."""
+"""Random programs: functions of parameters, activations and integers, by seed."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,13 +21,13 @@ class Program:
     """A random program.
 
     Attributes:
-      seed: The seed that it was made from.
-      step: The function of its surroundings and activations.
-      shapes: The shapes of its parameters.
-      shape: The shape of its activations.
-      elements: The names of its elements, each once.
-      options: The options of `fp8_remat` with which it runs, by their names.
-      counts_bytes: Whether its saved bytes are compared with those without marks.
+      seed: The seed that the program was drawn from.
+      step: The program as a function of an environment and activations.
+      shapes: The shapes of the parameters, by name.
+      shape: The shape of the activations.
+      elements: The names of the grammar's elements in the program, each once.
+      options: The name of the options of `fp8_remat` with which the program runs.
+      counts_bytes: Whether saved bytes with and without marks are compared.
     """
 
     seed: int
@@ -47,7 +47,7 @@ class Program:
         remat: Callable[[Callable], Callable] = lambda fn: fn,
         softmax: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
     ) -> Callable[..., jax.Array]:
-        """Returns it as a function of parameters, activations and integers."""
+        """Returns the program as a function of parameters, activations and integers."""
 
         def random_program(params, x, numbers):
             env = Env(dot, params, numbers, dtype, marked, remat, softmax)
@@ -74,7 +74,7 @@ class Program:
 
 
 def _with_table(draw: Draw, step: Step) -> Step:
-    """Adds rows of a table, which integers select."""
+    """Returns `step` preceded by the addition of table rows that integers select."""
     name = draw.parameter(9, WIDTH, kind="table")
 
     def embedded(env, x):

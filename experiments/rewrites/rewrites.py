@@ -19,13 +19,13 @@ from experiments.common.results import Bar, default_path, write_results
 from experiments.rewrites.verdicts import Judged, Outcome
 from experiments.rewrites.workers import outcomes
 
-_WRITTEN = 500  # The programs after which the results file is written.
+_WRITTEN = 500  # The number of programs between writes of the results file.
 # The threads of XLA, and of NumPy.
 _ONE_THREAD = {"NPROC": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def rows_of(results: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """Returns a row for all programs, and one for each element of the grammar."""
+    """Returns a row of counts for all programs, and one for each grammar element."""
     elements: dict[str, list[Judged]] = {"all": []}
     for _, names, verdict in results:
         for element in ("all", *names):
@@ -49,7 +49,7 @@ def _counts(verdicts: list[Judged]) -> dict[str, int]:
 
 
 def bars_of(rows: list[dict[str, Any]]) -> list[Bar]:
-    """Returns the targets: no program is wrong."""
+    """Returns the targets: no program is wrong, and some saved bytes are compared."""
     total = rows[0]
     compared = total["saved bytes compared"]
     unexplained = total["beyond the bound"] - total["explained as ill-conditioned"]
@@ -98,11 +98,11 @@ def _write(arguments: argparse.Namespace, results: list[Outcome]) -> list[Bar]:
 
 
 def main() -> int:
-    """Runs the programs, prints those that are wrong, and writes a results file."""
+    """Runs programs, prints wrong ones, writes a file; returns the exit code."""
     arguments = _arguments()
     first, count = arguments.first_seed, arguments.programs
     seeds = range(first, first + count)
-    os.environ |= _ONE_THREAD  # Processes read them when they import NumPy and JAX.
+    os.environ |= _ONE_THREAD  # New processes read these variables.
     as_they_end = outcomes(seeds, arguments.processes, arguments.seconds)
     results = []
     for outcome in tqdm(as_they_end, total=count, unit="program", disable=None):

@@ -1,4 +1,4 @@
-"""Verdicts on programs, which processes send each other without the library."""
+"""Verdicts on programs; this module does not import the library."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -13,9 +13,10 @@ class Judged:
     Attributes:
       verdict: The verdict.
       error: The largest error of a result or gradient, relative to its norm.
-      own: The error of the oracle itself, with errors in its matmuls.
-      saved: The bytes that are saved, with and without marks in the program.
-      said: The message of an exception.
+      own: The largest error of the oracle itself, with random errors in its matmuls.
+      saved: The bytes that are saved, with and without marks in the program; zeros if
+        they are not compared.
+      said: The message of an exception, or the arrays beyond the bound.
     """
 
     verdict: Verdict
@@ -26,7 +27,7 @@ class Judged:
 
     @property
     def is_wrong(self) -> bool:
-        """True for a fault of the library, or of this experiment."""
+        """True if the program shows a fault of the library, or of this experiment."""
         is_beyond = self.verdict in ("beyond the bound", "error")
         return is_beyond or self.saved[0] != self.saved[1]
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 
 def widen() -> None:
-    """Makes FP8 dtypes of `jax.numpy` float16, and bfloat16 float32.
+    """Replaces the FP8 dtypes of `jax.numpy` by float16, and bfloat16 by float32.
 
     Raises:
-      RuntimeError: If the library was imported before, and so has read the dtypes.
+      RuntimeError: If the library was imported, and so has read the dtypes already.
     """
     if "pallas_kernels" in sys.modules:
         raise RuntimeError("widen() must run before coat_jax is imported")

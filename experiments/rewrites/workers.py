@@ -13,7 +13,7 @@ import jax
 from experiments.rewrites.verdicts import Judged, Outcome
 from experiments.rewrites.wide import widen
 
-_KEPT = 200  # The programs after which compiled operations are forgotten.
+_KEPT = 200  # The number of programs after which JAX's caches are cleared.
 
 
 def outcomes(
@@ -21,8 +21,8 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """Yields the outcomes of the programs of some seeds, as the programs end.
 
-    A program that ends its process has the verdict "error". The other processes go on,
-    without another in its place.
+    If a program ends its process, the verdict is "error". No new process takes the
+    place of the one that ended.
 
     Args:
       seeds: The seeds.
@@ -40,7 +40,7 @@ def outcomes(
             connection.close()
             return
         running[connection] = seed
-        # If the process has ended, the connection says so when it is read.
+        # If the process has ended, reading from the connection will fail.
         with contextlib.suppress(BrokenPipeError):
             connection.send(seed)
 
@@ -74,7 +74,7 @@ def _ended(seed: int, process: SpawnProcess) -> Outcome:
 
 
 def _judge(connection: Connection) -> None:
-    """Sends the outcome of each seed that it receives, until nobody sends one."""
+    """Sends the outcome of each received seed, until the connection is closed."""
     widen()
     # The library reads dtypes when it is imported.
     from experiments.rewrites.judge import judged
