@@ -4,8 +4,8 @@ The method is COAT (arXiv 2410.19313). Adam's moments are stored in FP8 with
 dynamic range expansion. Activations that the backward pass needs are saved in FP8, with
 a granularity (per-tensor or per-group scales) chosen for each of them.
 
-A name is imported when it is first read, so that the optimizer alone imports neither
-Flax nor Pallas's kernels.
+Each name is imported when it is first read, so that a program that uses the optimizer
+alone imports neither Flax nor the Pallas kernels.
 """
 
 from typing import TYPE_CHECKING

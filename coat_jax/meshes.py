@@ -25,7 +25,8 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
         mesh, its result gets the sharding of `like`.
 
     Raises:
-      ValueError: By the wrapped function, if an argument or a result is "unreduced".
+      ValueError: Raised by the wrapped function, if the sharding of an argument or a
+        result is unreduced or reduced.
     """
     here = jax.typeof(like).sharding
     explicit = here.mesh.explicit_axes
@@ -37,9 +38,9 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
 
 
 def automatic(x: Array) -> Array:
-    """Returns an array for use where explicit mesh axes are automatic.
+    """Returns `x` with a type for code in which its explicit mesh axes are automatic.
 
-    It is as `jax.sharding.auto_axes` passes its arguments on.
+    `jax.sharding.auto_axes` converts its arguments in the same way.
     """
     here = jax.sharding.get_abstract_mesh()
     explicit = set(jax.typeof(x).sharding.mesh.explicit_axes)
@@ -49,7 +50,10 @@ def automatic(x: Array) -> Array:
 
 
 def explicit(x: Array, sharding: jax.sharding.Sharding) -> Array:
-    """Returns an array with `sharding` in its type if that has explicit mesh axes."""
+    """Returns `x` with the explicit mesh axes of `sharding` in its type.
+
+    `x` is resharded to `sharding` only if its type does not have these axes yet.
+    """
     explicit = set(sharding.mesh.explicit_axes)
     if explicit <= set(jax.typeof(x).sharding.mesh.explicit_axes):
         return x
@@ -64,8 +68,9 @@ def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
     Args:
       fn: A function of trees of arrays.
       x: An array of tokens with the mesh in its type.
-      results: A tree like the results: the number of leading axes of each array that
-        are tokens, with the sharding of the axes of `x`. With 0 an array is replicated.
+      results: A tree with the structure of the results. Each leaf is the number of
+        leading axes of a result that are axes of tokens. These axes are split like the
+        leading axes of `x`, and all other axes of the result are whole.
     """
     where = jax.typeof(x).sharding
     if not (explicit := where.mesh.explicit_axes):
@@ -79,8 +84,9 @@ def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
 def _on_automatic_axes(fn: Callable, axes: tuple[str, ...], out: Any) -> Callable:
     """Wraps a function so that mesh axes are automatic within it.
 
-    The wrapped function raises a `ValueError` if the sums of arguments or results over
-    devices are left to others: XLA would not know that.
+    The wrapped function raises a `ValueError` if the sharding of an argument or a
+    result is unreduced or reduced, because XLA would not know of sums over devices
+    that are still to be computed.
     """
     inner = jax.sharding.auto_axes(fn, axes=axes, out_sharding=out)
 
@@ -99,9 +105,10 @@ def _on_automatic_axes(fn: Callable, axes: tuple[str, ...], out: Any) -> Callabl
 
 
 def sharded_like(x: Array, y: Array) -> Array:
-    """Returns `y`, of the shape of `x`, split like `x` on a mesh with explicit axes.
+    """Returns `y`, resharded like `x` if `x` is on a mesh with explicit axes.
 
-    Quantization in groups loses a split of `x` that cuts its groups.
+    Both arrays have the same shape. Quantization in groups drops the sharding of an
+    axis if it would cut groups.
     """
     target = jax.typeof(x).sharding
     if not target.mesh.explicit_axes or jax.typeof(y).sharding == target:
@@ -111,6 +118,8 @@ def sharded_like(x: Array, y: Array) -> Array:
 
 def batch_shards(x: Array, batch_axes: str | tuple[str, ...] | None) -> int:
     """Returns the number of shards that a mesh splits the batch into.
+
+    The number is 1 within `shard_map`, and if it does not divide the batch.
 
     Args:
       x: An array with the mesh in its type.
@@ -139,7 +148,7 @@ def embedded(
       table: The embedding.
       tokens: The indices of the rows.
       batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic.
-        None leaves it to XLA.
+        If `length_axis` is None as well, None leaves the split to XLA.
       length_axis: The mesh axis that splits sequences, if automatic axes do.
     """
     mesh = array_types.mesh_of((table, tokens))

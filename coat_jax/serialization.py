@@ -1,4 +1,4 @@
-"""The registration of quantized arrays with Flax's serialization, if Flax is there."""
+"""The registration of quantized arrays with Flax's serialization, if it is imported."""
 
 import importlib
 import sys
@@ -7,8 +7,9 @@ import sys
 def register() -> None:
     """Lets `flax.serialization` write and read quantized arrays and states.
 
-    It does nothing while no module has imported Flax, because a program without Flax
-    should not wait for its import. So whatever makes or reads such an array calls this.
+    Nothing is done while no module has imported Flax, because a program without Flax
+    should not wait for its import. So functions that make quantized arrays or states
+    call `register` each time.
     """
     if "flax.serialization" in sys.modules:
         importlib.import_module("coat_jax.optimizers.state_dicts")

@@ -1,4 +1,4 @@
-"""The old home of optimizer states of version 0: pickles of them import it."""
+"""The former module of optimizer states of version 0, which their pickles import."""
 
 from typing import NoReturn
 

@@ -1,1 +1,1 @@
-"""Conversion of models that others wrote: FP8 matmuls and FP8 residuals by rules."""
+"""Converts existing models to FP8 matmuls and FP8 residuals, as rules choose."""

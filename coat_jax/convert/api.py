@@ -1,4 +1,4 @@
-"""FP8 matmuls and FP8 residuals in a model that the user did not write."""
+"""FP8 matmuls and FP8 residuals in a model, without changes to the model's code."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -33,36 +33,38 @@ def fp8[Model](
 ) -> Model:
     """Converts a model, so that its blocks' matmuls run in FP8 and save FP8 residuals.
 
-    It applies `fp8_dot_general` and `fp8_remat` to the blocks of a model, such as the
-    layers of a transformer, without changes to the model's code. All matmuls of an
-    activation and a parameter count, as `nn.Dense`, `nnx.Einsum` or `x @ w` make them,
-    and so do the matmuls of experts, as `jax.lax.ragged_dot` makes them. Embeddings,
-    the head and anything else outside the blocks stay as they are.
-    `coat.fp8_report` lists the matmuls of the blocks, and why some stay as they are. A
-    block in which no matmul is converted gives one warning. Blocks may lie in any
-    container and attribute, and may be called by any method that takes arrays.
-    Attention that a block writes out runs in flash attention, as under `fp8_remat`.
+    The blocks of the model, such as the layers of a transformer, run with
+    `fp8_dot_general` and `fp8_remat`, without changes to the model's code. Every matmul
+    of an activation and a parameter can be converted, as in `nn.Dense`, `nnx.Einsum` or
+    `x @ w`, and also the matmuls of experts by `jax.lax.ragged_dot`. Embeddings, the
+    head and anything else outside the blocks stay as they are. `coat.fp8_report` lists
+    the matmuls of the blocks, and why some of them stay as they are. A block in which
+    no matmul is converted gives one warning. Blocks may lie in any container and
+    attribute, and may be called by any method that takes arrays. Softmax attention that
+    a block computes with matmuls runs as flash attention, as under `fp8_remat`.
 
     Args:
-      model: A Linen or NNX module; a callable pytree, such as an Equinox module, of
+      model: A Linen or NNX module; a callable pytree, such as an Equinox module, in
         which all arrays are parameters; or a function f(params, ...), which is one
         block. A pytree without numbered blocks is one block, too.
-      blocks: The paths of the modules that are blocks, as regular expressions that a
-        whole path matches, or a function of a path. By default the outermost numbered
-        modules with two or more matrices, such as "layers/0" or "encoderblock_3".
-        Layers that a scan runs are not numbered: name them, as in `blocks="layers"`.
-        A container that is named stands for the modules in it.
+      blocks: The paths of the modules that are blocks, as regular expressions that
+        match a whole path, or as a function of a path. By default the outermost
+        numbered modules with two or more matrices, such as "layers/0" or
+        "encoderblock_3". Layers that a scan runs are not numbered: name them, as in
+        `blocks="layers"`. If a rule names a container, the modules in it are blocks.
       matmuls: The paths of the parameters with matmuls in FP8, such as
         ".*/(up|down)/kernel"; a rule like `blocks`. By default all matmuls with at
-        least 128 inputs and outputs that are multiples of 16, except routers':
-        matmuls with at most 1,024 results a row on which a choice depends (`top_k`,
-        `argmax`, `sort`) without another matmul in between. Matmuls within a loop, a
+        least 128 inputs and 128 outputs, in multiples of 16, except routers. A router
+        is a matmul with at most 1,024 outputs on which a choice (`top_k`, `argmax`,
+        `sort`) depends without another matmul in between. Matmuls within a loop, a
         `jax.checkpoint` or a custom derivative stay as they are, with a warning.
-      format: The format of saved copies; see `fp8_remat` for this and what follows.
-      group: The number of neighbours that share a scale of a saved copy.
+      format: The format of FP8 copies of residuals. `fp8_remat` documents this argument
+        and the following ones in full.
+      group: The number of neighbours on the last axis that share a scale.
       where: Selects the residuals that are quantized.
       policy: A policy of `jax.checkpoint`.
-      rerun_attention: Whether flash attention runs again on FP8 copies.
+      rerun_attention: Whether the backward pass runs flash attention again, on FP8
+        copies of its operands.
 
     Returns:
       A model of the same kind. Its parameters have the same paths. An NNX model
@@ -70,11 +72,11 @@ def fp8[Model](
 
     Raises:
       TypeError: If `model` is neither a module nor a function.
-      ValueError: If a rule or an option is invalid, or no block is found. A Linen
-        module has parameters only when it is applied, and raises it then. A converted
-        model raises it when it is called, if no matmul of any block becomes an FP8
-        matmul, except a function that has only matmuls of two activations or of two
-        parameters.
+      ValueError: If a rule or an option is invalid, or no block is found; a Linen
+        module raises this error when it is applied, because it has no parameters
+        earlier. A converted model raises this error when it is called, if no matmul of
+        any block becomes an FP8 matmul. An exception is a function that has only
+        matmuls of two activations or of two parameters.
 
     Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -104,7 +106,7 @@ def fp8[Model](
 
 
 def _function(fn: Callable, rules: Rules, options: Options) -> Callable:
-    """Converts a function, all of which is one block."""
+    """Converts a function, which is one block as a whole."""
     conversion = Conversion(
         depth=OF_FUNCTION,
         chosen=None if rules.matmuls is None else chooser("matmuls", rules.matmuls),

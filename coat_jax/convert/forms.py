@@ -26,7 +26,7 @@ def is_in_jax(eqn: core.JaxprEqn) -> bool:
 
 
 def is_ragged(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a `ragged_dot`."""
+    """Returns whether an operation is a `jax.lax.ragged_dot_general`."""
     return eqn.primitive.name == _RAGGED
 
 
@@ -42,7 +42,7 @@ def dimensions(eqn: core.JaxprEqn) -> lax.DotDimensionNumbers:
 
 
 def fp8_form(eqn: core.JaxprEqn, side: int) -> list[core.JaxprEqn]:
-    """Returns the FP8 form of a matmul that has operand `side` as its weight."""
+    """Returns operations that compute a matmul in FP8; operand `side` is its weight."""
     matmul = partial(_matmul, eqn=eqn, side=side)
     return in_place_of(eqn, matmul, eqn.invars, eqn.outvars)
 
@@ -60,7 +60,7 @@ def _matmul(*operands: jax.Array, eqn: core.JaxprEqn, side: int) -> jax.Array:
             preferred_element_type=dtype,
             out_sharding=sharding,
         )
-    # The activations come first, and the axes of the result in their own order again.
+    # The activations come first here; the transpose restores the order of the axes.
     batches, rank = len(batch[0]), eqn.outvars[0].aval.ndim
     first = batches + operands[0].ndim - len(contract[0]) - len(batch[0])
     swapped = *range(batches), *range(first, rank), *range(batches, first)

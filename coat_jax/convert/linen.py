@@ -16,12 +16,13 @@ from coat_jax.remat.classes import method_names
 from coat_jax.remat.modules import fields_of, linen_method
 from coat_jax.remat.options import Options
 
-# Methods that Flax calls: Linen's own, and `fp8_block` as a method of the block.
+# Methods that are no calls by the user: Linen calls `setup`, and a converted call runs
+# as a method of the name `fp8_block`.
 _NOT_CALLED = ("setup", "fp8_block")
 
 
 def linen_model(model: nn.Module, rules: Rules, options: Options) -> nn.Module:
-    """Returns a model of a subclass, with methods that convert the blocks they call."""
+    """Returns a model with the same fields, with methods that convert its blocks."""
     convert = _Convert(rules, options)
     members = {
         name: convert.method(getattr(type(model), name))
@@ -34,11 +35,11 @@ def linen_model(model: nn.Module, rules: Rules, options: Options) -> nn.Module:
 
 
 class _Convert:
-    """Wraps the methods of a Linen model's class."""
+    """A wrapper of the methods of a Linen model's class."""
 
     def __init__(self, rules: Rules, options: Options):
         self._rules, self._options = rules, options
-        # Methods that call each other convert once.
+        # True while a method runs: the methods that it calls do not convert again.
         self._active = contextvars.ContextVar("active", default=False)
         self._models: dict[Any, ModelRecord] = {}
 
@@ -73,7 +74,7 @@ class _Convert:
 
 
 class _Blocks:
-    """Converts the calls of a Linen model's blocks, as an interceptor of methods."""
+    """An interceptor of Linen methods that converts the calls of a model's blocks."""
 
     def __init__(
         self,
@@ -83,12 +84,12 @@ class _Blocks:
         rules: Rules,
         options: Options,
     ):
-        """Records the blocks; none has been called yet.
+        """Makes the conversion of each block.
 
         Args:
           blocks: The shapes of the parameters of each block, by its path.
           model: The record of the blocks.
-          depth: The number of modules that the model lies in.
+          depth: The number of modules that contain the model.
           rules: The rules of the conversion.
           options: The options of `fp8_remat`.
         """
@@ -109,7 +110,7 @@ class _Blocks:
         path = "/".join(module.path[self._depth :])
         if self._in_block or name in _NOT_CALLED or path not in self._conversions:
             return next_call(*args, **kwargs)
-        # Flax's own lifted classes come in here as the class that they lift.
+        # Methods of Flax's lifted classes are intercepted for the class that is lifted.
         if not _is_method(context.orig_method.func, type(module), name):
             return next_call(*args, **kwargs)
         if name != "__call__" and not has_arrays((args, kwargs)):
@@ -128,10 +129,13 @@ class _Blocks:
         return light(module, *args, **kwargs)
 
     def finish(self, method: str) -> None:
-        """Raises an error or warns if a method of the model has called no block.
+        """Raises an error or warns if the model has called no block.
+
+        Args:
+          method: The name of the model's method that has run.
 
         Raises:
-          ValueError: If the method is `__call__`.
+          ValueError: If no block was called and the method is `__call__`.
         """
         if self._model.called or current.get() is not None:
             return

@@ -33,19 +33,20 @@ from coat_jax.programs.shard_maps import (
 from pallas_kernels import versions
 from pallas_kernels.dispatch.array_types import is_partial
 
-# The default rule chooses matmuls with so many inputs and outputs, in multiples of
-# `_MULTIPLE`, which kernels need. Smaller ones gain nothing.
+# The default rule chooses matmuls with at least `_LEAST` inputs and outputs, in
+# multiples of `_MULTIPLE`, which kernels need. Smaller matmuls gain nothing.
 _LEAST, _MULTIPLE = 128, 16
-# Operations that choose among numbers, and the most numbers among which routers do. An
-# error of FP8 changes which are chosen, and not only how much they count.
+# Operations that choose among numbers, and the most numbers that a router chooses from.
+# Rounding errors of FP8 would change the choice itself.
 _CHOICES = {"top_k", "approx_top_k", "argmax", "sort"}
 _MOST_CHOICES = 1024
-# The numbers of keys that come before a parameter's path, among the arguments of a
-# function or a method, and of what `linen_method` wraps.
+# The number of keys that come before a parameter's path in the path of an argument: for
+# functions and methods, and for functions that `linen_method` wraps.
 OF_FUNCTION, OF_LINEN = 2, 5
 # The matmuls that are in FP8 already.
 _IN_FP8 = {fp8_dot_p, fp8_ragged_dot_p}
-# The parameters that a variable follows from, alone.
+# The paths of all parameters that a variable depends on. A variable that depends on
+# anything else, other than constants, has no entry.
 Sources = dict[core.Var, frozenset[str]]
 
 
@@ -59,7 +60,7 @@ class Conversion:
       chosen: The paths of the parameters that FP8 matmuls may read. None means all
         parameters with matmuls that are large enough.
       model: The record of the model to which the function belongs as a block, or None.
-      where: The path of the module, for warnings.
+      where: The path of the block, for reports and warnings.
       log: The log of a call's matmuls, for a report; None without a report.
     """
 
@@ -135,7 +136,7 @@ class Conversion:
     def _of_devices(
         self, eqn: core.JaxprEqn, sources: Sources, choosing: set[core.Var]
     ) -> tuple[list[core.JaxprEqn], list[Matmul]]:
-        """Returns a `shard_map` with FP8 matmuls, and its matmuls on one device."""
+        """Returns a `shard_map` with FP8 matmuls, and the matmuls of one device."""
         body, inner = _within_shard_map(eqn, sources)
         matmuls: list[Matmul] = []
         results = zip(body.outvars, eqn.outvars, strict=True)
@@ -152,7 +153,7 @@ class Conversion:
     def _choice(
         self, eqn: core.JaxprEqn, sources: Sources, choosing: set[core.Var]
     ) -> tuple[int, str]:
-        """Returns which operand is the weight, and why the matmul stays, or ""."""
+        """Returns the weight's index, and why the matmul is not converted, or ""."""
         if eqn.primitive in _IN_FP8:
             return 0, FP8_ALREADY
         operands = eqn.invars[:2]
@@ -213,7 +214,7 @@ class Conversion:
         return matmuls
 
     def _check(self, eqn: core.JaxprEqn, sources: Sources) -> None:
-        """Warns of matmuls that stay as they are because they lie in a loop."""
+        """Warns of matmuls that stay as they are because a loop or a call has them."""
         if _is_convertible(eqn):
             body, inner = _within_shard_map(eqn, sources)
             for each in body.eqns:
@@ -236,7 +237,7 @@ class Conversion:
 
 
 def _sources(program: core.Jaxpr, params: Sources) -> Sources:
-    """Returns the parameters of each variable that depends on parameters alone."""
+    """Returns, for variables that depend on parameters alone, these parameters."""
     sources = dict.fromkeys(program.constvars, frozenset()) | params
     for eqn in program.eqns:
         operands = variables(eqn.invars)
@@ -249,7 +250,7 @@ def _sources(program: core.Jaxpr, params: Sources) -> Sources:
 def _within_shard_map(
     eqn: core.JaxprEqn, sources: Sources
 ) -> tuple[core.Jaxpr, Sources]:
-    """Returns the program within a `shard_map`, and its variables' parameters."""
+    """Returns the program within a `shard_map`, and the `Sources` of its variables."""
     body = inlined(program_of(eqn), _is_plain_call)
     return body, _sources_within(body, eqn, sources)
 
@@ -257,17 +258,18 @@ def _within_shard_map(
 def _sources_within(
     body: core.Jaxpr, outer: core.JaxprEqn, sources: Sources
 ) -> Sources:
-    """Returns the parameters of each variable in a program within an operation."""
-    # Operands of conditions and constants of other bodies come first.
+    """Returns the `Sources` of the variables in a program within an operation."""
+    # The index of a cond, and constants of a loop's condition, come first.
     pairs = zip(reversed(body.invars), reversed(outer.invars), strict=False)
     inner = {v: sources[x] for v, x in pairs if _is_var(x) and x in sources}
     return _sources(body, inner)
 
 
 def _choosing(program: core.Jaxpr, outside: Collection[core.Var] = ()) -> set[core.Var]:
-    """Returns the variables that a choice, such as `top_k`, reads without a matmul.
+    """Returns the variables on which a choice depends without a matmul in between.
 
-    Choices outside of the program read its results `outside`.
+    A choice is an operation such as `top_k`. Choices outside of the program read its
+    results `outside`.
     """
     choosing = set(outside)
     for eqn in reversed(program.eqns):
@@ -286,7 +288,7 @@ def _chooses(eqn: core.JaxprEqn) -> bool:
 
 
 def _router(eqn: core.JaxprEqn, choosing: set[core.Var]) -> str:
-    """Returns the reason why a router's matmul stays, or "" for other matmuls."""
+    """Returns why a router's matmul is not converted, or "" for other matmuls."""
     (y,) = eqn.outvars
     if y not in choosing or y.aval.shape[-1] > _MOST_CHOICES:
         return ""
@@ -296,7 +298,7 @@ def _router(eqn: core.JaxprEqn, choosing: set[core.Var]) -> str:
 def _followed(
     operand: core.Var | core.Literal, sources: Sources
 ) -> frozenset[str] | None:
-    """Returns the parameters that an operand follows from; None for activations."""
+    """Returns the parameters that an operand depends on; None for activations."""
     return sources.get(operand) if _is_var(operand) else frozenset()
 
 
@@ -312,7 +314,7 @@ def _rows(eqn: core.JaxprEqn, sources: Sources) -> int:
 
 
 def _operands(weights: int, activations: int) -> str:
-    """Returns why operands are not one activation and one parameter."""
+    """Returns why a matmul's operands are not one activation and one parameter."""
     if activations == 2:
         return ACTIVATIONS
     if weights == 2:
@@ -332,7 +334,7 @@ def _is_plain_call(eqn: core.JaxprEqn) -> bool:
 
 
 def _is_convertible(eqn: core.JaxprEqn) -> bool:
-    """Returns whether matmuls within an operation can become FP8 matmuls there."""
+    """Returns whether an operation is a `shard_map` with matmuls to convert."""
     return is_shard_map(eqn) and is_over_all_axes(eqn) and _has_matmul(eqn)
 
 

@@ -34,7 +34,7 @@ from coat_jax.remat.pytrees import (
 )
 from coat_jax.remat.vjp import is_array
 
-# The attribute of NNX modules that are blocks, with a `Label`.
+# The name of the attribute with the `Label` of an NNX module that is a block.
 LABEL = "_fp8_label"
 
 # True while the method of a block runs: the methods that it calls are parts of it.
@@ -43,7 +43,7 @@ _in_block = contextvars.ContextVar("in_block", default=False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Converting:
-    """Wraps the methods of a block's class, so that their matmuls are converted.
+    """A function that wraps the methods of a block's class, to convert their matmuls.
 
     Attributes:
       conversion: The conversion of the class's blocks.
@@ -79,7 +79,7 @@ class Converting:
 
 
 def can_be_block(x: Any) -> bool:
-    """Returns whether an object is a module that is called, by any method."""
+    """Returns whether an object is a module with methods that users may call."""
     if isinstance(x, nnx.Variable) or not isinstance(x, nnx.Pytree):
         is_module = is_pytree(x) and not isinstance(x, nnx.Variable)
         is_class = is_callable(type(x)) or dataclasses.is_dataclass(x)
@@ -90,7 +90,10 @@ def can_be_block(x: Any) -> bool:
 def objects_of(
     model: Any, path: str = "", above: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Yields a model's objects, each at all of its paths, the outer ones first."""
+    """Yields the path and the object of each part of a model, outer parts first.
+
+    An object that the model contains several times is yielded with each of its paths.
+    """
     yield path, model
     if id(model) in above or is_array(model):
         return
@@ -100,7 +103,7 @@ def objects_of(
 
 
 def parameters_of(model: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of parameters by path; a shared one has several paths."""
+    """Returns the shapes of parameters by path; shared parameters have several."""
     if not isinstance(model, nnx.Pytree):
         return {p: x.shape for p, x in objects_of(model) if has_shape(x)}
     shapes = {}
@@ -128,7 +131,7 @@ def _name(path: Any) -> str:
 def with_blocks(
     model: Any, paths: Mapping[str, Any], light: Callable[[Any, str], Any]
 ) -> Any:
-    """Returns a model with replaced blocks, which shares everything else.
+    """Returns a model with replaced blocks that shares all else with `model`.
 
     Args:
       model: An NNX module or a callable pytree.
@@ -136,7 +139,7 @@ def with_blocks(
       light: A function of a block and its path, which returns the converted block.
     """
     objects = list(objects_of(model))
-    # A module that stands in several places stays one module, and is a block in all.
+    # A module with several paths stays one module, which is a block at all of them.
     modules = {
         id(x) for path, x in objects if path in paths and isinstance(x, nnx.Pytree)
     }
@@ -182,7 +185,7 @@ def object_model(model: Any, rules: Rules, options: Options) -> Any:
         record = _record_of(type(model), str(rules), kinds)
 
     def light(x: Any, path: str) -> Any:
-        # Another path of a shared module has no parameters of its own.
+        # Further paths of a shared module are not in `inside`.
         names = inside.get(path) or _parameters_within(x, shapes, path)
         conversion = Conversion.of_block(rules, record, path, names, OF_FUNCTION)
         if not isinstance(x, nnx.Pytree):
@@ -248,7 +251,7 @@ def _blocks(model: Any, shapes: Shapes, rules: Rules) -> dict[str, Any]:
 def _callable_within(
     objects: Mapping[str, Any], shapes: Shapes, path: str
 ) -> dict[str, Any]:
-    """Returns the outermost modules at or below a path that are called."""
+    """Returns the outermost modules at or below a path that can be blocks."""
     if can_be_block(objects.get(path)):
         return {path: objects[path]}
     blocks = {}

@@ -12,7 +12,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 ACTIVATIONS = "both operands are activations"
 PARAMETERS = "both operands are parameters"
 FP8_ALREADY = "in FP8 already"
-_LISTED = 6  # Messages list so many matmuls.
+_LISTED = 6  # The most matmuls that a message lists.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Matmul:
       parameter: The paths of the parameters among its operands, or "".
       left: The shape of its first operand.
       right: The shape of its second operand.
-      rows: The number of rows of activations.
-      reason: Why it does not become an FP8 matmul, or "" if it does.
+      rows: The number of rows of the activations.
+      reason: Why the matmul does not become an FP8 matmul, or "" if it does.
     """
 
     block: str
@@ -37,7 +37,7 @@ class Matmul:
 
     @property
     def converted(self) -> bool:
-        """True if it becomes an FP8 matmul."""
+        """True if the matmul becomes an FP8 matmul."""
         return not self.reason
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Matmul:
 
 
 class ModelRecord:
-    """The blocks of a converted model, and which of them keep all of their matmuls.
+    """A record of a model's blocks, and of the blocks that have no FP8 matmul.
 
     All conversions of a model's blocks share one record. Conversions of two models are
     never equal, because records are compared by identity.
@@ -57,11 +57,11 @@ class ModelRecord:
     """
 
     def __init__(self, rules: str, blocks: Iterable[Shapes] = ()):
-        """Starts without any block's result.
+        """Makes a record in which no block has been converted yet.
 
         Args:
           rules: The rules of the conversion, for messages.
-          blocks: The shapes of the parameters of each block. A function has none.
+          blocks: The shapes of the parameters of each block; empty for a function.
         """
         self.called = False
         self._rules = rules
@@ -72,7 +72,7 @@ class ModelRecord:
         self._warned: set[str] = set()
 
     def finish(self, block: str, shapes: Shapes, matmuls: Sequence[Matmul]) -> bool:
-        """Records the matmuls of a block, and returns whether one runs in FP8.
+        """Records the matmuls of a block, and returns whether any of them runs in FP8.
 
         Raises:
           ValueError: If no block of the model has an FP8 matmul.
@@ -107,7 +107,7 @@ class ModelRecord:
 
 
 def _is_slice(shapes: Shapes, stacked: Shapes) -> bool:
-    """Returns whether a block, or one layer of a stacked block, has these shapes."""
+    """Returns whether `shapes` equal `stacked`, up to leading axes of the latter."""
     return shapes.keys() == stacked.keys() and all(
         stacked[path][len(stacked[path]) - len(shape) :] == tuple(shape)
         for path, shape in shapes.items()
@@ -126,7 +126,7 @@ class Label(Neutral):
 
 
 class Log:
-    """The matmuls of one call of a block; `fp8_report` reads it."""
+    """A log of the matmuls of one call of a block, which `fp8_report` reads."""
 
     def __init__(self, block: str):
         self.block = block

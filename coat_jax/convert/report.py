@@ -26,12 +26,12 @@ from pallas_kernels.dispatch import operations
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulReport:
-    """The matmuls of a model's blocks; prints as a table.
+    """A list of the matmuls in a model's blocks, which prints as a table.
 
     Attributes:
       rows: One entry per matmul, block by block, in the order of the program.
       blocks: The paths of all blocks.
-      called: The paths of the blocks that the call runs. The others have no rows.
+      called: The paths of the blocks that the call runs. Other blocks have no rows.
     """
 
     rows: tuple[Matmul, ...]
@@ -67,13 +67,13 @@ def _cells(row: Matmul) -> tuple[str, str, str, str]:
 def fp8_report(
     model: Callable[..., Any] | nn.Module, *args: Any, **kwargs: Any
 ) -> MatmulReport:
-    """Lists the matmuls of the blocks that `coat.fp8` has converted, and those it left.
+    """Lists the matmuls of a converted model's blocks, and whether they run in FP8.
 
-    The call is traced and nothing is computed. A matmul that stays as it is has a
-    reason: its size, the rule `matmuls=`, a loop around it, or operands that are two
-    activations. "yes, from 16 rows on" means that this call has too few rows for FP8,
-    and that a larger batch or `vmap` can have enough; see `fp8_dot_general`. A block
-    that is called several times with the same shapes is listed once.
+    The call is traced and nothing is computed. Matmuls that stay as they are come with
+    the reason: the size, the rule `matmuls=`, a loop around the matmul, or two operands
+    that are activations. "yes, from 16 rows on" means that this call has too few rows
+    for FP8, and that a larger batch or `vmap` can have enough; see `fp8_dot_general`. A
+    block that is called several times with the same shapes is listed once.
 
     Args:
       model: What `coat.fp8` returned, or a function that calls it, such as a loss. A
@@ -145,9 +145,10 @@ def _trace(fn: Callable, args: Any, kwargs: Any, records: Records) -> None:
 
 
 def _with_own_paths(call: Any, records: Records) -> Any:
-    """Records the converted blocks in a call; returns it with paths in pytrees.
+    """Records the converted blocks in a call, and gives blocks of pytrees their paths.
 
-    Blocks of a pytree are of one class, which has the path of one of them.
+    Equal blocks of a pytree share a class, and so a conversion with the path of one
+    block. In the returned call, each block has a conversion with its own path.
     """
     function, args, kwargs = call
     return (

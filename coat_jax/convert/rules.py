@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey
 
-# Regular expressions that a whole path matches, such as ".*/(q|k|v)/kernel"; or a
-# function of the path.
+# Regular expressions that match a whole path, such as ".*/(q|k|v)/kernel"; or a
+# function of a path that returns whether the path is chosen.
 Rule = str | Sequence[str] | Callable[[str], Any]
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 # Blocks have at least this many matrices. A single matmul is no block.
@@ -31,7 +31,7 @@ class Rules:
 def below(
     shapes: Mapping[str, tuple[int, ...]], block: str
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters of a block, by their paths within it."""
+    """Returns the shapes of a block's parameters, by their paths within the block."""
     prefix = f"{block}/" if block else ""
     return {p[len(prefix) :]: s for p, s in shapes.items() if p.startswith(prefix)}
 
@@ -58,7 +58,7 @@ def chooser(name: str, rule: Rule) -> Callable[[str], bool]:
 def path_of(keys: Iterable[Any]) -> str:
     """Returns the path of a parameter, such as "layers/0/mlp/up/kernel".
 
-    The path does not contain the variable that wraps a parameter.
+    The key `.value` of a variable that wraps the parameter is left out.
     """
     keys = tuple(keys)
     if len(keys) > 1 and keys[-1] == GetAttrKey("value"):
@@ -80,7 +80,7 @@ def modules_of(paths: Iterable[str]) -> set[str]:
 def chosen_blocks(
     shapes: Mapping[str, tuple[int, ...]], modules: Iterable[str], rule: Rule | None
 ) -> list[str]:
-    """Returns the paths of a model's blocks; none lies within another one.
+    """Returns the paths of a model's blocks; no block lies within another block.
 
     Args:
       shapes: The shapes of the parameters by their paths.
@@ -116,7 +116,15 @@ def is_matrix(path: str, shape: tuple[int, ...]) -> bool:
 
 
 def numbered(shapes: Mapping[str, tuple[int, ...]], above: str = "") -> list[str]:
-    """Returns the outermost modules below a path with numbered names, as "layers/0"."""
+    """Returns the paths of the outermost numbered modules, such as "layers/0".
+
+    Two or more modules are numbered if their names differ only in a final number, and
+    each has `_MATRICES` matrices or more.
+
+    Args:
+      shapes: The shapes of the parameters, by their paths below `above`.
+      above: The beginning of all returned paths, such as "encoder/".
+    """
     children = defaultdict(dict)
     for path, shape in shapes.items():
         name, _, subpath = path.partition("/")

@@ -1,1 +1,1 @@
-"""Fuses FP8 matmuls of a program with what surrounds them."""
+"""Fuses FP8 matmuls of a program with the operations around them."""

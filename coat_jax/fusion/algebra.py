@@ -1,10 +1,11 @@
-"""The algebra of small programs, by which norms and gates are found.
+"""A normal form of small programs, by which norms and gates are found.
 
-A program is found by its arithmetic, not by the names of functions. Casts between
-floating dtypes, such as those that Flax inserts, and marks do not count: kernels
-compute in float32 and round once. Marks are sharding constraints, names, barriers of
-one array, the casts of `shard_map`, which say over which devices an array varies, and
-those between explicit and automatic mesh axes, which say how it is split.
+A norm or a gate is found by its arithmetic, not by the names of functions. Casts
+between floating dtypes, such as the casts that Flax inserts, do not count: kernels
+compute in float32 and round once. Marks do not count either. These are sharding
+constraints, names, optimization barriers of one array, and reshards, such as between
+explicit and automatic mesh axes. The casts of `shard_map` that say over which devices
+an array varies are ignored in the same way.
 """
 
 import functools
@@ -29,7 +30,7 @@ _FUNCTIONS = frozenset({"erf", "erfc", "logistic", "rsqrt", "sqrt", "tanh"})
 _ARITHMETIC = frozenset(
     {"add", "div", "integer_pow", "max", "mul", "neg", "reduce_sum", "square", "sub"}
 )
-# `jnp.var` chooses by whether there is more than one number.
+# `jnp.var` selects its result by a comparison of two numbers.
 _CHOICES = frozenset({"gt", "select_n"})
 _KNOWN = CASTS | _MOVES | _FUNCTIONS | _ARITHMETIC | _CHOICES
 # Norms and gates have less arithmetic, and smaller powers.
@@ -38,7 +39,7 @@ _MAX_FACTORS = 8
 
 # The axes of an array: "elements" are [..., n], "columns" are [n] or [1, ..., n],
 # "rows" are [..., 1], and "tokens" are [...], with a number for each row of elements.
-# "vectors" are [batch, 1, n], with a row for all elements of a sequence.
+# "vectors" are [batch, 1, n], with one row for all positions of a sequence.
 Layout = Literal["elements", "columns", "vectors", "rows", "tokens"]
 Role = Literal["argument", "parameter", "inner"]
 
@@ -65,13 +66,13 @@ class _UnknownError(Exception):
 
 
 def is_known(eqn: core.JaxprEqn) -> bool:
-    """Returns whether the algebra knows an operation, which has one result then."""
+    """Returns whether `term_of` supports an operation, which then has one result."""
     is_named = eqn.primitive.name in _KNOWN and len(eqn.outvars) == 1
     return is_named and not adds_up(eqn)
 
 
 def is_mark(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a mark."""
+    """Returns whether an operation is a mark, such as a name; see the module."""
     return eqn.primitive.name in MARKS and not adds_up(eqn)
 
 
@@ -81,14 +82,14 @@ def term_of(
     names: Mapping[core.Var, tuple[str, Layout]],
     width: int | None,
 ) -> Term | None:
-    """Returns a result of operations on named variables; None if it is unknown.
+    """Returns the normal form of a result of operations; None if it is not supported.
 
     Args:
       eqns: The operations, in their order.
       result: The variable that they compute.
       names: The names and layouts of the variables that they read.
-      width: The number of columns, or None if all arrays are elements, which operations
-        keep in their order.
+      width: The number of columns, or None if the layout of all arrays is "elements"
+        and operations keep elements in their order.
     """
     values = {v: _Value(Term(1.0, ((name,),)), of) for v, (name, of) in names.items()}
     steps = 0
@@ -112,16 +113,17 @@ def term_of(
 def arguments_of(
     y: core.Var, graph: Graph, role_of: Callable[[core.Var], Role]
 ) -> Iterator[tuple[core.Var, set[core.Var], tuple[core.JaxprEqn, ...]]]:
-    """Yields each variable that `y` is a function of, together with parameters.
+    """Yields each variable x such that `y` is a function of x and parameters alone.
 
-    Variables next to `y` come first. Each comes with the parameters and the operations
-    between it and `y`, in the program's order. The search ends at an operation that no
-    formula has.
+    Variables next to `y` come first. Each variable comes with the parameters, and with
+    the operations between x and `y` in the program's order. The search ends at an
+    operation that `term_of` does not support.
 
     Args:
       y: A variable.
       graph: The program that computes it.
-      role_of: The role of an operand. An "inner" operand is computed in between.
+      role_of: A function that returns the role of an operand. The search goes on to the
+        operands that an "inner" operand is computed from.
     """
     free, parameters, passed = {y}, set(), {}
     while free and len(passed) < 2 * MAX_STEPS:
@@ -147,7 +149,7 @@ def arguments_of(
 
 
 def is_number(v: core.Var, graph: Graph) -> bool:
-    """Returns whether a variable is a number that was broadcast or cast.
+    """Returns whether a variable is made from literals alone, then moved or cast.
 
     Within `shard_map` numbers are cast to vary over devices, and then to a dtype.
     """
@@ -160,7 +162,7 @@ def is_number(v: core.Var, graph: Graph) -> bool:
 
 
 def rounded(number: float, dtype: jnp.dtype) -> float:
-    """Returns a number as it is in a dtype."""
+    """Returns a number rounded to a dtype."""
     return float(np.asarray(number, dtype))
 
 
@@ -169,7 +171,7 @@ def before_casts(
 ) -> core.Var:
     """Returns the variable that `x` was before casts between floating dtypes.
 
-    The first one of a dtype in `dtypes` is returned, if there is one.
+    The search ends at the first variable with a dtype in `dtypes`, if there is one.
     """
     while x.aval.dtype not in dtypes:
         eqn = graph.makers.get(x)
@@ -183,10 +185,10 @@ def before_casts(
 
 
 def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _Value:
-    """Returns the result of an operation.
+    """Returns the term and the layout of an operation's result.
 
     Raises:
-      _UnknownError: If no known formula has the operation.
+      _UnknownError: If the operation is not supported.
     """
     if not operands:
         raise _UnknownError
@@ -220,10 +222,11 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
 
 
 def _cast(number: float, dtype: jnp.dtype) -> float:
-    """Returns a number of a program in another dtype.
+    """Returns a number of a program, cast to a dtype.
 
     Raises:
-      _UnknownError: If the dtype is not a floating one and has no such number.
+      _UnknownError: If the dtype is neither one of `DTYPES` nor an integer dtype that
+        has the number.
     """
     if dtype in WIDE:
         return rounded(number, dtype)
@@ -235,9 +238,10 @@ def _cast(number: float, dtype: jnp.dtype) -> float:
 
 
 def _is_placed(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation says how a mesh splits its result.
+    """Returns whether an operation has a sharding of its result that must be kept.
 
-    On explicit mesh axes all results say so, and kernels may split them in another way.
+    On explicit mesh axes all results have shardings, and kernels may split the results
+    in another way. So these shardings do not count, unless devices have partial sums.
     """
     for sharding in (eqn.params.get("sharding"), eqn.params.get("out_sharding")):
         if sharding is None:
@@ -250,7 +254,7 @@ def _is_placed(eqn: core.JaxprEqn) -> bool:
 
 
 def _chosen(name: str, operands: list[_Value]) -> _Value:
-    """Returns the result of comparing two numbers, or of a choice by such a result."""
+    """Returns the result of a comparison of numbers, or of a `select_n` by a number."""
     (first, _), *cases = operands
     if first.factors:
         raise _UnknownError
@@ -294,7 +298,7 @@ def _moved(
 
 
 def _computed(eqn: core.JaxprEqn, operands: list[Term]) -> Term:
-    """Returns the term of an operation on single elements."""
+    """Returns the term of the result of an elementwise operation."""
     name, (x, *further) = eqn.primitive.name, operands
     if name in _FUNCTIONS:
         return Term(1.0, ((name, x),))
@@ -328,7 +332,7 @@ def _inverse(x: Term) -> Term:
 
 
 def _added(*terms: Term) -> Term:
-    """Returns a sum in normal form: terms that are no sums, and at most one number."""
+    """Returns a sum in normal form, without sums and with at most one number in it."""
     parts: list[Term] = []
     for term in terms:
         match term:

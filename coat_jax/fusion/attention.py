@@ -1,16 +1,16 @@
-"""Softmax attention that a program writes out, computed by flash attention.
+"""Replaces the matmuls and the softmax of attention in a program by flash attention.
 
 Many models multiply queries and keys, mask the scores, take the softmax and multiply by
 the values. The scores and the probabilities have a number for each pair of positions,
-which XLA writes to memory several times. cuDNN's flash attention computes the same
-function without them.
+and XLA writes them to memory several times. cuDNN's flash attention computes the same
+function without writing them.
 
 A match starts at the product with the values, and goes back to the product of queries
-and keys. The axes of that product have labels, which are followed through transposes
-and reshapes: so any order of axes is found, and any way to group heads. Whatever is not
-known in between, such as dropout, a soft cap, or a mask that may have a gradient, keeps
-the program as it is. So does anything else that reads the scores or the probabilities,
-and a mask with which a query that sees no key would get another result.
+and keys. The axes of the latter product have labels, which are followed through
+transposes and reshapes: so any order of axes is found, and any way to group heads. The
+program stays as it is if there are other operations in between, such as dropout, a soft
+cap, or a mask that may have a gradient; if anything else reads the scores or the
+probabilities; or if a query that sees no key would get another result.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from coat_jax.programs.graph import (
 from coat_jax.programs.primitives import Operand, all_eqns
 from pallas_kernels.dispatch import array_types, devices, stand_ins
 
-# The label of the features of heads; others are axes of the scores.
+# The label of the features of heads. All other labels are positions of axes of scores.
 _FEATURES = -1
 
 
@@ -69,7 +69,8 @@ def attention(
 def _has_kernel() -> bool:
     """Returns whether cuDNN's attention runs, or programs are traced as if it did.
 
-    Kernels of Hopper GPUs can be compiled without a GPU, and cuDNN's cannot.
+    Pallas kernels for Hopper GPUs can be compiled without a GPU, but cuDNN's attention
+    cannot.
     """
     is_here = jax.default_backend() == "gpu" and devices.has_hopper()
     return stand_ins.active.get() or is_here
@@ -80,7 +81,7 @@ class _Product:
 
     Attributes:
       contracted: The axis of each operand that the product is a sum over.
-      batch: The axes of each operand that they have in common, in their order.
+      batch: The batch axes of each operand, in the same order for both operands.
       free: The other axes of each operand.
     """
 
@@ -101,22 +102,23 @@ class _Product:
 class _Attention:
     """Softmax attention in a program.
 
-    Labels are the axes of the product of queries and keys, and one more for the
-    features of a head. Axes of one element have none.
+    Labels are the positions of axes in the product of queries and keys, and `_FEATURES`
+    for the features of a head. Axes of one element have no label.
 
     Attributes:
       operands: The variables of queries, keys and values.
-      axes: The labels of the axes of each.
+      axes: The labels of the axes of each operand.
       sizes: The size of each label.
       query: The label of the positions of queries.
       key: The label of the positions of keys.
-      batch: The labels of sequences.
-      heads: The labels of key heads.
-      groups: The labels of the query heads of a key head.
-      scale: The factor on products.
-      masks: The masks.
+      batch: The labels of the axes of sequences.
+      heads: The labels of the axes of key heads.
+      groups: The labels of the axes of query heads that share a key head.
+      scale: The factor on products of queries and keys.
+      masks: The masks, which are combined by "and".
       result_axes: The labels of the result's axes.
-      eqns: The operations that it replaces, the product with the values last.
+      eqns: The operations that flash attention replaces, the product with the values
+        last.
     """
 
     operands: Sequence[core.Var]
@@ -151,7 +153,7 @@ class _Attention:
             )
             y = _unhidden(q, k, v, mask, options)
             axes = [tuple(axis) for axis in self._forms[0]]
-            # An axis of the result may be several ones of y, in another order.
+            # An axis of the result may be several axes of y, in another order.
             y = _arranged(y, axes, self.result_axes, self.sizes)
             return [y.reshape(result.aval.shape).astype(result.aval.dtype)]
 
@@ -171,7 +173,7 @@ class _Attention:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of queries, keys and values for flash attention."""
+        """The shapes of queries, keys and values that flash attention takes."""
         return [
             tuple(math.prod(self.sizes[label] for label in axis) for axis in form)
             for form in self._forms
@@ -179,20 +181,24 @@ class _Attention:
 
     @property
     def _forms(self) -> list[list[list[int]]]:
-        """The labels of the axes of queries, keys and values for flash attention."""
+        """The labels of the axes of queries, keys and values in these shapes."""
         queries = [self.batch, [self.query], [*self.heads, *self.groups], [_FEATURES]]
         keys = [self.batch, [self.key], self.heads, [_FEATURES]]
         return [queries, keys, keys]
 
     def _placed(self, mask: Mask, array: jax.Array) -> jax.Array:
-        """Returns a mask [batch, heads, queries, keys], 1 for batch or heads alike."""
+        """Returns a mask as an array [batch, heads, queries, keys].
+
+        If the mask is the same for all sequences or for all heads, this axis has length
+        one.
+        """
         present = mask.labels
         form = [self.batch, [*self.heads, *self.groups], [self.query], [self.key]]
         order = [label for axis in form for label in axis]
         array = array.reshape([self.sizes[label] for label in present])
         array = array.transpose([present.index(x) for x in order if x in present])
         array = array.reshape([self.sizes[x] if x in present else 1 for x in order])
-        # Positions always have all their elements, others all or one.
+        # Axes of positions always have all elements, other axes all elements or one.
         complete = {*present, self.query, self.key}
         full = [not complete.isdisjoint(axis) for axis in form]
         shape = [
@@ -207,10 +213,10 @@ class _Attention:
 def _unhidden(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, options: Any
 ) -> jax.Array:
-    """Returns attention in which a query that sees no key takes the mean of all.
+    """Returns attention in which a query that sees no key gets the mean of all values.
 
-    So it is where all scores of a query are one number. cuDNN's kernel adds a mask to
-    scores, so that gradients would come to queries and keys.
+    The softmax of equal scores gives the same result. cuDNN's kernel would add the mask
+    to the scores instead, and send gradients of such a query to queries and keys.
     """
     if mask is None:
         return flash_attention(q, k, v, mask=None, **options)
@@ -254,7 +260,7 @@ def _around(
     """Returns the attention around a softmax; see `_match`.
 
     Raises:
-      MismatchError: If its axes are no axes of attention.
+      MismatchError: If the axes are not as in attention.
     """
     first = softmax.first
     product, shape = _Product(first), first.outvars[0].aval.shape
@@ -298,7 +304,7 @@ def _around(
 
 
 def _check(match: _Attention, graph: Graph) -> None:
-    """Raises MismatchError where flash attention does not run, or does not help."""
+    """Raises MismatchError if flash attention does not run, or does not help."""
     result = match.eqns[-1].outvars[0]
     # The second product may read probabilities or scores as its values, too.
     removed = {v for eqn in match.eqns[:-1] for v in eqn.outvars}
@@ -326,10 +332,11 @@ def _check(match: _Attention, graph: Graph) -> None:
 
 
 def _check_split(match: _Attention) -> None:
-    """Raises MismatchError where devices may split heads that they do not divide.
+    """Raises MismatchError if a mesh axis may split heads, but does not divide them.
 
-    On a mesh of one axis such heads are whole on every device: the axis splits
-    sequences more often. On others each device would compute the heads of all.
+    On a mesh with one axis the heads are whole on every device in this case, because
+    the axis more often splits sequences. On other meshes each device would compute the
+    heads of all devices.
     """
     (_, _, query_heads, _), (_, _, key_heads, _), _ = match.shapes
     heads = key_heads if key_heads > 1 else query_heads
@@ -347,7 +354,10 @@ def _check_split(match: _Attention) -> None:
 
 
 def _is_narrow(result: core.Var, dtype: Any, graph: Graph) -> bool:
-    """Returns whether a result has a dtype, or is only moved and cast to it."""
+    """Returns whether a result has a dtype, or is only read by a cast to this dtype.
+
+    Between the result and the cast there may be operations that only move elements.
+    """
     while result.aval.dtype != dtype:
         readers = graph.readers[result]
         if len(readers) != 1 or readers[0] is graph.program:
@@ -360,14 +370,14 @@ def _is_narrow(result: core.Var, dtype: Any, graph: Graph) -> bool:
 
 
 def _narrow(operand: Operand, graph: Graph) -> core.Var:
-    """Returns a variable before casts to wider dtypes."""
+    """Returns the variable that an operand was before casts from bfloat16."""
     if not isinstance(operand, core.Var):
         raise MismatchError
     return before_casts(operand, graph, (jnp.dtype(jnp.bfloat16),))
 
 
 def _operand_axes(product: _Product, which: int, sizes: Sizes) -> list[Axis]:
-    """Returns the labels of the axes of queries or keys."""
+    """Returns the labels of the axes of a product's operand `which`."""
     before_free = len(product.batch[0]) + which * len(product.free[0])
     labels = dict.fromkeys([product.contracted[which]], _FEATURES)
     labels |= {int(axis): label for label, axis in enumerate(product.batch[which])}
@@ -376,20 +386,21 @@ def _operand_axes(product: _Product, which: int, sizes: Sizes) -> list[Axis]:
 
 
 def _free(product: _Product, axes: Sequence[Sequence[Axis]], which: int) -> list[int]:
-    """Returns the labels that queries or keys do not share."""
+    """Returns the labels of the free axes of a product's operand `which`."""
     return [label for axis in product.free[which] for label in axes[which][axis]]
 
 
 def _masked(masks: Sequence[Mask]) -> set[int]:
-    """Returns the labels that masks tell apart."""
+    """Returns the labels of all axes of masks."""
     return {label for mask in masks for label in mask.labels}
 
 
 def _query(free: Sequence[int], masks: Sequence[Mask], sizes: Sizes) -> int:
-    """Returns the label of the positions of queries, and not of their heads.
+    """Returns the label of the positions of queries, among positions and heads.
 
-    It is the one that masks tell apart, or the longest one. Attention is the same for
-    any choice where no mask does.
+    A mask has an axis of positions, so a label of a mask is chosen. If no mask has one
+    of these labels, attention is the same for any choice, and the longest axis is
+    chosen.
     """
     masked = _masked(masks)
     candidates = [label for label in free if label in masked] or free
@@ -399,9 +410,10 @@ def _query(free: Sequence[int], masks: Sequence[Mask], sizes: Sizes) -> int:
 
 
 def _heads(batch: Sequence[int], masks: Sequence[Mask], has_groups: bool) -> list[int]:
-    """Returns the label among `batch` of key heads, if there is one.
+    """Returns a list with the label of key heads among `batch`, or an empty list.
 
-    Masks have an axis of sequences more often than one of heads.
+    A label that no mask has is preferred, because masks have an axis of sequences more
+    often than an axis of heads.
     """
     if has_groups and len(batch) < 2:
         return []
@@ -421,12 +433,12 @@ def _values(
     Args:
       product: The product of probabilities and values.
       side: The place of the probabilities among its operands.
-      axes: The labels of their axes.
+      axes: The labels of the axes of the probabilities.
       groups: The labels that queries and keys share, the other labels of queries, and
         the label of the positions of keys.
 
     Raises:
-      MismatchError: If the values do not share these labels alike.
+      MismatchError: If the labels of probabilities and values do not match `groups`.
     """
     batch, free, key = groups
     if axes[product.contracted[side]] != (key,) or len(product.free[1 - side]) != 1:

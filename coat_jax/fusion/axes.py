@@ -1,4 +1,4 @@
-"""The axes of arrays by labels, which are followed through transposes and reshapes."""
+"""Labels of the axes of arrays, followed through transposes and reshapes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,8 +6,8 @@ from jax.extend import core
 
 from coat_jax.programs.primitives import Operand, keeps_order
 
-# An axis has several labels where a reshape has merged axes, and none where it has one
-# element, or repeats one.
+# The labels of an axis: several if a reshape has merged axes, and none if the axis has
+# one element, or repeats one element.
 Axis = tuple[int, ...]
 Sizes = Mapping[int, int]
 MOVES = frozenset(
@@ -17,7 +17,7 @@ SPREADS = MOVES - {"transpose"} | {"broadcast_in_dim"}
 
 
 class MismatchError(Exception):
-    """Raised where a program is not what is searched."""
+    """Raised when a program does not have the form that is searched for."""
 
 
 def labelled(shape: Sequence[int]) -> list[Axis]:
@@ -28,10 +28,10 @@ def labelled(shape: Sequence[int]) -> list[Axis]:
 def of_operand(operand: Operand, axes: Sequence[Axis]) -> list[Axis]:
     """Returns the axes of an operand of an elementwise operation on arrays with `axes`.
 
-    Operations repeat axes of one element.
+    An axis of one element, which the operation repeats, has no label.
 
     Raises:
-      MismatchError: If the operand is a number.
+      MismatchError: If the operand has another number of axes, such as a scalar.
     """
     if operand.aval.ndim != len(axes):
         raise MismatchError
@@ -48,8 +48,8 @@ def moved(eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes) -> list[Axis]:
       sizes: The size of each label.
 
     Raises:
-      MismatchError: If the result's axes are parts of those, or it is another
-        operation.
+      MismatchError: If a reshape splits an axis with a single label, or `eqn` is
+        another operation.
     """
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     if name == "transpose":
@@ -62,7 +62,7 @@ def moved(eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes) -> list[Axis]:
 
 
 def before(eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes) -> list[Axis]:
-    """Returns the axes of the operand of an operation that moves or spreads elements.
+    """Returns the axes of the operand of an operation that moves or repeats elements.
 
     Args:
       eqn: A cast, a transpose, a reshape or a broadcast.
@@ -70,7 +70,7 @@ def before(eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes) -> list[Axis]
       sizes: The size of each label.
 
     Raises:
-      MismatchError: If the operand's axes are parts of those, or it is another
+      MismatchError: If a reshape merges axes to a single label, or `eqn` is another
         operation.
     """
     name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
@@ -86,9 +86,10 @@ def before(eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes) -> list[Axis]
 def _in_order(
     eqn: core.JaxprEqn, axes: Sequence[Axis], shape: Sequence[int], sizes: Sizes
 ) -> list[Axis]:
-    """Returns `axes` on the other side of an operation that keeps elements in order.
+    """Returns the axes of an operation's result for its operand's, or the reverse.
 
-    `shape` is the shape there.
+    The operation keeps elements in their order. `axes` are the axes of one of the two
+    arrays, and `shape` is the shape of the other array.
     """
     if eqn.primitive.name in ("reshape", "squeeze"):
         return _regrouped(eqn, axes, shape, sizes)

@@ -36,9 +36,9 @@ class CombineMatch(NamedTuple):
 def combine_of(rows: core.Var, graph: Graph) -> CombineMatch | None:
     """Returns the weighted sums that rows [m, n] go into, or None.
 
-    Rows are gathered by a permutation, and each is multiplied by one number, before the
-    sum or in one matmul with it. Nothing else may read the rows or what they become on
-    the way.
+    Rows are gathered by a permutation, and each row is multiplied by one number, before
+    the sum or in one matmul with it. Nothing else may read the rows, or the arrays
+    between the rows and the sums.
     """
     steps = _steps(rows, graph)
     named = [eqn for eqn in steps if eqn.primitive.name not in _LAYOUTS]
@@ -75,8 +75,8 @@ def combine_of(rows: core.Var, graph: Graph) -> CombineMatch | None:
 def _steps(var: core.Var, graph: Graph) -> list[core.JaxprEqn]:
     """Returns the chain of operations from `var` to a sum, and the casts of the sum.
 
-    Each is the only one that reads the result before it. The chain ends earlier where
-    this fails.
+    Each operation is the only reader of the result before it. The chain ends earlier if
+    a result has several readers, or another operation reads it.
     """
     steps: list[core.JaxprEqn] = []
     allowed = {rows_p.name, "mul", *_SUMS, *_LAYOUTS}
@@ -92,7 +92,7 @@ def _steps(var: core.Var, graph: Graph) -> list[core.JaxprEqn]:
 
 
 def _may_be_between(eqn: core.JaxprEqn, var: core.Var, allowed: set[str]) -> bool:
-    """Returns whether an operation of one of the names reads `var` once."""
+    """Returns whether an operation has an allowed name and reads `var` once."""
     name = eqn.primitive.name
     if name not in allowed or sum(v is var for v in eqn.invars) != 1:
         return False
@@ -112,11 +112,11 @@ def _contracts(product: core.JaxprEqn, rows: core.Var) -> bool:
 
 
 def _by_row(factor: core.Var, shape: tuple[int, ...], graph: Graph) -> core.Var | None:
-    """Returns the array with a number for each row that is spread to `factor`.
+    """Returns the array with one number per row that is broadcast to `factor`, or None.
 
     Args:
-      factor: A factor of rows.
-      shape: The shape of these rows, [t, k, n] or [m, n].
+      factor: An array that rows are multiplied by.
+      shape: The shape of the rows, [t, k, n] or [m, n].
       graph: The program.
     """
     of_rows = shape[:-1]

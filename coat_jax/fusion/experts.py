@@ -68,12 +68,12 @@ class _Experts(NamedTuple):
 
     @property
     def last(self) -> core.JaxprEqn:
-        """The operation in the place of which the fused form is computed."""
+        """The last operation, in place of which the fused form is computed."""
         return self.combine.eqns[-1] if self.combine else self.down
 
     @property
     def eqns(self) -> list[core.JaxprEqn]:
-        """The operations that it replaces."""
+        """The operations that the fused form replaces."""
         cuts = [half.eqn for half in self.halves]
         others = [eqn for eqn in (*cuts, self.gather) if eqn is not None]
         sums = self.combine.eqns if self.combine else ()
@@ -110,7 +110,7 @@ class _Experts(NamedTuple):
 
 
 def _in_order(rows, weights, *others, **options):
-    """Computes `gated_experts` of a weight in which up is before gate."""
+    """Computes `gated_experts` with one weight in which up comes before gate."""
     up, gate = jnp.split(weights[0], 2, axis=2)
     return gated_experts(rows, (gate, up), *others, **options)
 
@@ -127,7 +127,7 @@ def fuse_experts(program: core.Jaxpr) -> core.Jaxpr:
     ends: set[int] = set()
     for eqn in matmuls:
         match = _experts(eqn, graph, sources)
-        # The last matmul of one may be the first of another, but is in one alone.
+        # A matmul that ends one MLP may begin another one, but is fused with one only.
         if match and ends.isdisjoint(map(id, match.matmuls)):
             found.append(match)
             ends.add(id(eqn))
@@ -137,7 +137,10 @@ def fuse_experts(program: core.Jaxpr) -> core.Jaxpr:
 
 
 def _halves(matmul: core.JaxprEqn, graph: Graph) -> Sequence[tuple[core.Var, _Half]]:
-    """Returns the result of a matmul, and the halves of its columns, if it has them."""
+    """Returns the halves of a matmul's result if only they are read, or the result.
+
+    Each variable comes with its `_Half`.
+    """
     (y,) = matmul.outvars
     rows, columns = y.aval.shape
     whole = [(y, _Half(matmul))]

@@ -1,9 +1,10 @@
-"""Fuses FP8 matmuls of a program with what surrounds them.
+"""Fuses FP8 matmuls of a program with the operations around them.
 
-A function that saves FP8 codes of its activations cannot know who else saves them, and
-which kernel could compute them. In a whole program the matmuls of one array become one
-operation, a `FusedMatmul`: it quantizes the array once, computes a norm, an activation
-or a gate before the matmuls, and adds biases and the residual stream after them.
+A single matmul that saves FP8 codes of its activations cannot know which other matmuls
+save the same codes, and which kernel could compute them. In a whole program the matmuls
+of one array become one operation, a `FusedMatmul`: it quantizes the array once,
+computes a norm, an activation or a gate before the matmuls, and adds biases and the
+residual stream after them.
 """
 
 import dataclasses
@@ -42,7 +43,8 @@ from pallas_kernels.checks import WIDE
 from pallas_kernels.dispatch import devices
 from pallas_kernels.numerics import GROUP
 
-# Matmuls of one array, with results of one dtype and weights of one rank.
+# The matmuls by what they have in common: the array that they multiply, the dtype of
+# results, and the rank of weights.
 Groups = Mapping[Any, list[core.JaxprEqn]]
 
 
@@ -53,7 +55,7 @@ class FusedMatmul:
     Attributes:
       calls: The matmuls, or the last one of a gated MLP.
       stored: The weights, in the order of axes in which the program stores them.
-      pair: The matmuls of gate and up before it, or ().
+      pair: The two matmuls of a gated MLP that compute gate and up, or ().
       whole: The array that has the weights of `pair` as its halves, gate first, if the
         program has one and a single matmul can read it; or None.
       norm: The norm that the first matmuls read, if a kernel computes it.
@@ -93,7 +95,7 @@ class FusedMatmul:
 
     @property
     def results(self) -> list[core.Var]:
-        """The variables that it computes."""
+        """The variables that the fused operation computes."""
         pairs = zip(self.calls, self.biases, strict=True)
         sums = [(self.total or bias, call) for call, bias in pairs]
         results = [sum.result if sum else call.outvars[0] for sum, call in sums]
@@ -101,14 +103,14 @@ class FusedMatmul:
 
     @property
     def eqns(self) -> Iterator[core.JaxprEqn]:
-        """The operations that it replaces."""
+        """The operations that the fused operation replaces."""
         yield from (*self.pair, *self.calls)
         for match in (self.norm, self.gate, *self.biases, self.total):
             if match is not None:
                 yield from match.eqns
 
     def traced(self, saves: Saves) -> list[core.JaxprEqn]:
-        """Returns the operations of the fused form, in the place of the last call."""
+        """Returns the operations of the fused form, in the place of the first call."""
         form, operands = self._form(saves)
         types = [call.outvars[0].aval for call in self.calls]
         marks = [marks_of(bias.eqns) if bias else () for bias in self.biases]
@@ -223,9 +225,10 @@ def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Ja
 def _with_halves(
     program: core.Jaxpr, params: Sequence[core.Var]
 ) -> tuple[core.Jaxpr, set[core.Var]]:
-    """Returns a program with two matmuls for one of gate and up, where a gate fuses.
+    """Returns a program with two matmuls in place of one that computes gate and up.
 
-    Returns the weights of these single matmuls as well.
+    A matmul is replaced only if the gate can be fused then. The weights of replaced
+    matmuls are returned as well.
     """
     graph = Graph(program)
     matches = [halves_of(eqn, graph) for eqn in program.eqns if is_fp8(eqn)]
@@ -251,7 +254,10 @@ def _with_halves(
 
 
 def _groups(graph: Graph, fixed: set[core.Var]) -> Groups:
-    """Returns the matmuls of each array by weights; `fixed` follows from parameters."""
+    """Returns the FP8 matmuls of activations by weights, in groups.
+
+    Weights are in `fixed`, the variables that follow from parameters alone.
+    """
     groups = defaultdict(list)
     for eqn in filter(is_fp8, graph.program.eqns):
         x, w = eqn.invars
@@ -267,8 +273,9 @@ def _nodes(
 
     Args:
       graph: The program.
-      fixed: The variables that follow from parameters.
-      wholes: The weights of gate and up in one that the user's program multiplies by.
+      fixed: The variables that follow from parameters alone.
+      wholes: The weights, each with gate and up in one array, that the user's program
+        multiplies by.
     """
     groups = _groups(graph, fixed)
     gates = dict(_gates(graph, groups))
@@ -296,7 +303,7 @@ def _nodes(
 
 
 def _stored(weight: core.Var, graph: Graph) -> Stored:
-    """Returns a weight as the program stores it: transposed, if it transposes it."""
+    """Returns a weight as the program stores it, before a transpose if there is one."""
     maker = graph.makers.get(weight)
     if maker is not None and keeps_parts(maker):
         maker = graph.makers.get(maker.invars[0])
@@ -314,9 +321,10 @@ def _whole(
 ) -> Stored | None:
     """Returns the array that has the weights of gate and up as its halves, or None.
 
-    Devices may share its outputs, and then its halves have other parts than it has. An
-    array [k, 2 f] has one scale, so it is read at once only if it is one of `wholes`:
-    where a program multiplies by its halves, these have a scale each.
+    With several devices the result is None: if devices split the outputs of the array,
+    they split its halves in another way. An array [k, 2 f] has one scale, so it is read
+    as a whole only if it is one of `wholes`. If a program multiplies by the halves
+    instead, each half has its own scale.
     """
     if not node.pair or not devices.is_alone():
         return None
@@ -336,8 +344,8 @@ def _whole(
 def _gates(graph: Graph, groups: Groups) -> Iterator[tuple[Any, tuple[Any, Gate]]]:
     """Yields the gates between matmuls.
 
-    A gate comes with the key in `groups` of the matmul that reads it, and with the key
-    of the two matmuls that compute its operands.
+    Each gate comes with the key in `groups` of the matmul that reads the gate's result,
+    and with the key of the two matmuls that compute the gate's operands.
     """
     sources = {
         eqn.outvars[0]: key
@@ -358,9 +366,10 @@ def _gates(graph: Graph, groups: Groups) -> Iterator[tuple[Any, tuple[Any, Gate]
 def _norm(
     key: Any, calls: Sequence[core.JaxprEqn], graph: Graph, fixed: set[core.Var]
 ) -> NormMatch | None:
-    """Finds a norm for these matmuls that nothing else reads, to fuse with them.
+    """Returns the norm that only these matmuls read, to fuse with them, or None.
 
-    Matmuls of batches of weights have no form with a norm.
+    Batched matmuls, with a weight for each element of the batch, are not fused with
+    norms.
     """
     x, *_ = key
     if x.aval.ndim > 2 or x.aval.dtype != jnp.bfloat16:
@@ -373,7 +382,7 @@ def _norm(
 
 
 def _activation(key: Any, calls: Sequence[core.JaxprEqn], graph: Graph) -> Gate | None:
-    """Finds an activation, such as GELU, to fuse with the only matmul that reads it.
+    """Returns the activation, such as GELU, to fuse with the only matmul that reads it.
 
     Args:
       key: The array that the matmuls multiply, their dtype, and their weights' rank.
@@ -401,7 +410,7 @@ def _bias(call: core.JaxprEqn, graph: Graph, fixed: set[core.Var]) -> Sum | None
 def _total(node: FusedMatmul, graph: Graph) -> Sum | None:
     """Returns the sum of a single result and another array, or None.
 
-    A fused gated MLP can add only the residual stream, which is its norm's input.
+    A fused gated MLP can add only the residual stream, which is the input of its norm.
     """
     call, *further = node.calls
     if further or call.outvars[0].aval.ndim > 2:
@@ -418,10 +427,10 @@ def _total(node: FusedMatmul, graph: Graph) -> Sum | None:
 def _passed_on(
     nodes: Sequence[FusedMatmul], graph: Graph
 ) -> dict[int, Sequence[core.JaxprEqn]]:
-    """Lets residual sums read the copy of the stream that a norm's kernel passes on.
+    """Lets additions to the residual stream read the copy that a norm's kernel returns.
 
-    Returns the additions that read it, by the identities of the additions that they
-    replace. Additions in fused matmuls are not among them.
+    Returns the changed additions by the `id`s of the additions that they replace.
+    Additions within fused matmuls are changed in `nodes` instead.
     """
     sums = {id(node.total.eqns[-1]): node for node in nodes if node.total}
     replaced = {}

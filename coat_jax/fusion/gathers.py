@@ -1,9 +1,10 @@
 """Gathers of rows by a permutation, with gradients that are gathers too.
 
-The gradient of a gather is a scatter that adds rows, because an index may come several
-times. On a GPU it takes several times as long as a gather. Layers of experts gather
-their tokens by the order that sorts the choices of tokens: each row comes once, or each
-token once for each of its experts. There the gradient gathers by the inverse order.
+The gradient of a gather is a scatter that adds rows, because an index may occur several
+times. On a GPU a scatter takes several times as long as a gather. Layers of experts
+gather tokens in the order that sorts the experts of all tokens: each row occurs once,
+or each token occurs once for each of its experts. In these cases the gradient is a
+gather by the inverse order.
 """
 
 import math
@@ -29,8 +30,9 @@ def gathers(
 ) -> core.Jaxpr:
     """Returns a program in which gathers by permutations have gradients by gathers.
 
-    An index is a permutation if it is what a sort makes of the numbers from 0, or an
-    elementwise function of it with the same values, or with all numbers k times each.
+    An index counts as a permutation if it is p or p // k, where a sort makes p of the
+    numbers from 0 to n - 1, and k divides n. Any elementwise operations on integers may
+    compute the index from p.
     """
     del keys, is_param
     if not any(eqn.primitive.name == "gather" for eqn in all_eqns(program.eqns)):
@@ -82,9 +84,9 @@ def _takes_rows(eqn: core.JaxprEqn) -> bool:
 
 
 def _is_placed(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation's arrays may be spread over a mesh.
+    """Returns whether an operation's arrays may be split over a mesh.
 
-    Within a `shard_map` over all axes of the mesh they are a device's own.
+    Within a `shard_map` over all axes of the mesh, arrays belong to a single device.
     """
     meshes = [v.aval.sharding.mesh for v in (*eqn.invars, *eqn.outvars)]
     return not all(mesh.empty or array_types.is_manual(mesh) for mesh in meshes)
@@ -94,8 +96,8 @@ class _Values(NamedTuple):
     """The integers of an array, if they follow from a permutation and constants.
 
     Attributes:
-      table: The elements in order for the permutation 0, 1, 2 and so on, or a single
-        number that all elements have.
+      table: The elements that the array has if the permutation is 0, 1, 2 and so on; or
+        the single number that all elements equal.
       order: The variable of the permutation; None if the elements are constant.
     """
 
@@ -104,7 +106,7 @@ class _Values(NamedTuple):
 
     @property
     def is_permutation(self) -> bool:
-        """Returns whether the array has the numbers of `order` themselves."""
+        """True if the array has the same elements as `order`."""
         return self.order is not None and np.array_equal(
             self.table, np.arange(self.order.aval.size)
         )
@@ -143,7 +145,7 @@ class _Values(NamedTuple):
             return None
         order = next(iter(orders.values()), None)
         result, tables = eqn.outvars[0].aval, [v.table for v in operands]
-        # Elements keep their places, and others are equal at all places.
+        # Elements keep their places, and constants are equal at all places.
         size = 1 if order is None else order.aval.size
         if order is not None and math.prod(result.shape) != size:
             return None
@@ -157,7 +159,7 @@ class _Values(NamedTuple):
 def _integers(
     program: core.Jaxpr, indices: Sequence[Operand]
 ) -> dict[core.Var, _Values]:
-    """Returns the integers that are known among what `indices` follow from."""
+    """Returns the known integers among the variables that `indices` depend on."""
     values: dict[core.Var, _Values] = {}
     needed = Graph(program).needed_for(variables(indices)) if indices else ()
     for eqn in program.eqns:
@@ -173,7 +175,7 @@ def _integers(
 
 
 def _is_static(operand: Operand) -> bool:
-    """Returns whether a shape has numbers alone, and no symbols of an export."""
+    """Returns whether a shape has no symbolic lengths, as `jax.export` leaves open."""
     return all(isinstance(size, int) for size in operand.aval.shape)
 
 
@@ -185,9 +187,9 @@ def _is_integer(operand: Operand) -> bool:
 def _is_order(
     var: core.Var, eqn: core.JaxprEqn, operands: Sequence[_Values | None]
 ) -> bool:
-    """Returns whether a vector that `eqn` computes has each number from 0 once.
+    """Returns whether `var`, a result of `eqn`, is a permutation of 0, 1, 2 and so on.
 
-    Sorts and reversals move the numbers that `iota` makes.
+    These are results of `iota`, and of sorts and reversals of a permutation.
     """
     if len(var.aval.shape) != 1 or not _is_static(var):
         return False
@@ -201,7 +203,7 @@ def _is_order(
 
 
 def _is_defined(name: str, tables: Sequence[np.ndarray]) -> bool:
-    """Returns whether an operation is defined for integers."""
+    """Returns whether the result of an operation on these integers is defined."""
     if name in ("div", "rem"):
         return bool(np.all(tables[1]))
     if name == "select_n":
@@ -265,7 +267,7 @@ def _gradient(
     *,
     shape: tuple[int, ...],
 ) -> list[Any]:
-    """Returns the gradient of `x`, sums in float32, or in float64 for float64."""
+    """Returns the gradient of `x`, summed in float32, or in float64 for float64."""
     del shape
     if isinstance(dy, ad.Zero):
         return [ad.Zero(x.aval), None]
@@ -290,8 +292,9 @@ def _tangent(dx: Array, x: Array, order: Array, **params: Any) -> Array:
     return rows_p.bind(dx, order, **params)
 
 
-# A gather of rows: an array, the permutation that the index follows from, and the shape
-# of the index. The array's row r comes for the numbers from r * k to r * k + k - 1.
+# A gather of rows. The operands are an array and the permutation that the index follows
+# from; the parameter is the shape of the index. The numbers from r * k to r * k + k - 1
+# in the permutation stand for row r of the array.
 rows_p = core.Primitive("gather_rows")
 rows_p.def_impl(_taken)
 rows_p.def_abstract_eval(_type)

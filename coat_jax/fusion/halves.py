@@ -1,8 +1,9 @@
 """Splits matmuls that compute gate and up at once, so that a gate fuses with them.
 
 Many models multiply by one weight [k, 2 f], or by a stack [2, f, k], and take the
-halves of the result. The kernel of a gate reads two arrays: two matmuls write them, of
-the halves of the weight. Activations are quantized once for both.
+halves of the result. The kernel of a gate reads two arrays, so the matmul is replaced
+by two matmuls, one for each half of the weight. Activations are quantized once for both
+matmuls.
 
 A weight [k, 2 f] may be split over devices by its columns. Its halves would then move
 between devices in 16 bits. So with several devices only stacks are taken apart.
@@ -25,7 +26,7 @@ _MOVES = "concatenate", "rev", "transpose"
 
 
 class Halves(NamedTuple):
-    """A matmul of which a program reads the two halves of the columns, and no more.
+    """A matmul with a result that is read only as two halves of its columns.
 
     Attributes:
       matmul: The matmul of x [m, k] and w [k, n].
@@ -38,7 +39,7 @@ class Halves(NamedTuple):
     eqns: tuple[core.JaxprEqn, ...]
 
     def traced(self) -> list[core.JaxprEqn]:
-        """Returns the operations of a matmul for each half."""
+        """Returns the operations of two matmuls, one for each half."""
         dtype, (x, w) = self.matmul.params["dtype"], self.matmul.invars
 
         def matmuls(x, w):
@@ -53,7 +54,7 @@ class Halves(NamedTuple):
 
 
 def halves_of(matmul: core.JaxprEqn, graph: Graph) -> Halves | None:
-    """Returns the halves of a matmul's result, or None if more is read than these."""
+    """Returns the halves of a matmul's result, or None if anything else is read."""
     (y,) = matmul.outvars
     if y.aval.ndim != 2 or any(isinstance(v, core.Literal) for v in matmul.invars):
         return None
@@ -91,7 +92,7 @@ def halves_of(matmul: core.JaxprEqn, graph: Graph) -> Halves | None:
 
 
 def split(program: core.Jaxpr, matches: Sequence[Halves]) -> core.Jaxpr:
-    """Returns a program with two matmuls in the place of each of these."""
+    """Returns a program with two matmuls in place of each matmul of `matches`."""
     replaced = {id(eqn): [] for match in matches for eqn in match.eqns}
     replaced |= {id(match.matmul): match.traced() for match in matches}
     return with_replaced(program, replaced)
@@ -105,8 +106,8 @@ def joined(
     Args:
       first: The first half.
       second: The second half.
-      axis: The axis of the matrices, -1 or -2, along which one follows the other. Along
-        the last but one, the array may have more axes before its last axis.
+      axis: The axis of the matrices, -1 or -2, along which one half follows the other.
+        With -2, the array may have several axes before its last axis.
       graph: The program.
     """
     cuts = [_cut_of(half, graph) for half in (first, second)]
@@ -128,7 +129,8 @@ def joined(
 def is_moved(array: core.Var, graph: Graph) -> bool:
     """Returns whether a program moves elements to compute an array.
 
-    XLA reads a part of it where it was, and would move all of it.
+    XLA reads a half of such an array where its elements were before, but would move all
+    elements to read the whole array.
     """
     maker = graph.makers.get(array)
     while maker is not None and _passes(maker):
@@ -137,9 +139,9 @@ def is_moved(array: core.Var, graph: Graph) -> bool:
 
 
 def _cut_of(half: core.Var, graph: Graph) -> tuple[core.Var, int, int, int] | None:
-    """Returns array, axis, start and size of the cut that computes an array, or None.
+    """Returns array, axis, start and size of the slice that `half` is, or None.
 
-    Operations after the cut keep all elements in their order.
+    Operations that keep all elements in their order may follow the slice.
     """
     maker = graph.makers.get(half)
     while maker is not None and (_passes(maker) or _is_squeeze(maker)):
@@ -154,7 +156,7 @@ def _cut_of(half: core.Var, graph: Graph) -> tuple[core.Var, int, int, int] | No
 
 
 def _is_stack(weight: core.Var, graph: Graph) -> bool:
-    """Returns whether a weight [k, n] has the columns of two weights in a stack."""
+    """Returns whether a weight [k, n] is reshaped from a stack [k, 2, ...] of two."""
     maker = graph.makers.get(weight)
     if maker is None or maker.primitive.name != "reshape":
         return False
@@ -176,7 +178,10 @@ def _is_squeeze(eqn: core.JaxprEqn | core.Jaxpr) -> bool:
 
 
 def cuts_of(eqn: core.JaxprEqn) -> Iterator[tuple[int, int, int, core.Var]]:
-    """Yields axis, start, size and result of each cut along a single axis."""
+    """Yields axis, start, size and result of each slice that an operation takes.
+
+    Slices along several axes are left out.
+    """
     shape = eqn.invars[0].aval.shape
     if eqn.primitive.name == "unstack":  # `jnp.unstack` has it since jax 0.12.
         for start, result in enumerate(eqn.outvars):

@@ -1,4 +1,4 @@
-"""The masks of attention, as products of arrays with fewer axes."""
+"""The masks of attention, as conjunctions of boolean arrays with fewer axes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,14 +18,14 @@ _SIMPLE = frozenset({Kind.CAST, Kind.VIEW, Kind.SPREAD, Kind.CUT, Kind.ELEMENTWI
 
 
 class Mask(NamedTuple):
-    """A part of a mask.
+    """A mask, or one of several masks that are combined by "and".
 
     Attributes:
       array: A variable of booleans.
       axes: The labels of its axes.
-      negated: Whether it is true where a key is hidden.
-      shown: Its elements if they are constant, true where a key counts; axes along
-        which they repeat have one.
+      negated: Whether the array is true where a key is hidden.
+      shown: The elements if they are constant, true where a key is not hidden. An axis
+        along which they repeat has length one.
     """
 
     array: core.Var
@@ -39,13 +39,21 @@ class Mask(NamedTuple):
         return [label for axis in self.axes for label in axis]
 
     def always_shows(self, key: Axis) -> bool:
-        """Returns whether it is constant and shows each query a key, along `key`."""
+        """Returns whether the mask is constant and shows each query a key or more.
+
+        `key` is the axis of keys.
+        """
         if self.shown is None or key not in self.axes:
             return False
         return bool(self.shown.any(axis=list(self.axes).index(key)).all())
 
     def is_causal(self, query: int, key: int) -> bool:
-        """Returns whether it hides the later positions of keys, and nothing else."""
+        """Returns whether the mask hides the keys after each query, and nothing else.
+
+        Args:
+          query: The label of the positions of queries.
+          key: The label of the positions of keys.
+        """
         if self.shown is None:
             return False
         varying = [
@@ -63,7 +71,7 @@ class Mask(NamedTuple):
 def masks_of(
     var: Operand, axes: Sequence[Axis], sizes: Sizes, graph: Graph, *, negated: bool
 ) -> list[Mask]:
-    """Returns the masks that are all true where an array of booleans is.
+    """Returns masks that are all true exactly where an array of booleans is true.
 
     Args:
       var: The array, or a number.
@@ -73,7 +81,8 @@ def masks_of(
       negated: Whether the array is to be negated first.
 
     Raises:
-      MismatchError: If its axes are parts of those that have labels, or it hides all.
+      MismatchError: If a reshape has merged axes of a mask to an axis with one label,
+        or the mask hides all keys.
     """
     while (eqn := graph.makers.get(var) if isinstance(var, core.Var) else None) and (
         operand := _same(eqn, graph)
@@ -84,7 +93,7 @@ def masks_of(
             axes = before(eqn, axes, sizes)
         var = operand
     if isinstance(var, core.Literal):
-        # An array that is a literal cannot be an operand; another one may hide all.
+        # A literal that is an array cannot be an operand; a number may hide all keys.
         if np.ndim(var.val) or bool(var.val) == negated:
             raise MismatchError
         return []
@@ -106,7 +115,10 @@ def masks_of(
 
 
 def _same(eqn: core.JaxprEqn, graph: Graph) -> Operand | None:
-    """Returns the operand of booleans that an operation moves, casts or negates."""
+    """Returns the boolean operand that an operation moves, casts or negates, or None.
+
+    Comparisons of cast booleans with zero count as casts.
+    """
     name = eqn.primitive.name
     operand = eqn.invars[0] if eqn.invars else None
     if name == "ne" and isinstance(eqn.invars[1], core.Literal):

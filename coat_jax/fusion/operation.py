@@ -15,10 +15,11 @@ from pallas_kernels.dispatch import operations
 def fused(
     form: Callable[..., list], tree: Any, types: Types, arrays: Sequence[jax.Array]
 ) -> list[Any]:
-    """Adds a form of fused matmuls to the program that is being traced.
+    """Adds fused matmuls to the program that is being traced; returns their results.
 
     Args:
-      form: A function of the operands, which returns a list of arrays.
+      form: The function of the operands that computes the matmuls. It returns a list of
+        arrays.
       tree: The structure of the operands.
       types: The types of the results.
       arrays: The leaves of the operands.
@@ -35,14 +36,14 @@ def traced(
 ) -> list[core.JaxprEqn]:
     """Returns the operations of a function, for use in a program.
 
-    Where the axes of a mesh are explicit, FP8 matmuls take arrays on automatic axes. So
-    does `fn`, whatever axes the program's variables have.
+    On a mesh with explicit axes, FP8 matmuls take arrays on automatic axes. So `fn` is
+    called with such arrays, and its results get the shardings of `results`.
 
     Args:
       fn: A function of arrays.
       operands: The variables of the program that it takes.
       results: The variables of the program that it computes.
-      like: An operation, from which the new ones take their place in the user's code.
+      like: An operation. The new operations get its context and source information.
     """
 
     def placed(*arrays):

@@ -1,7 +1,7 @@
 """Patterns that kernels of FP8 matmuls compute: norms, activations, gates and sums.
 
-Each pattern is a Python function. Operations of a program are compared with it by their
-arithmetic, in all ways to write it that the algebra knows.
+Norms, activations and gates are written as Python functions. Operations of a program
+match a function if their normal forms are equal; see `coat_jax.fusion.algebra`.
 """
 
 import functools
@@ -78,7 +78,7 @@ class NormMatch(NamedTuple):
     Attributes:
       norm: The norm.
       source: The variables that it reads.
-      eqns: The operations that compute it from these and from constants.
+      eqns: The operations that compute the variable from `source` and from constants.
     """
 
     norm: Norm
@@ -159,9 +159,10 @@ def _is_column(v: core.Var, width: int) -> bool:
 
 
 def _is_vector(v: core.Var, like: jax.core.ShapedArray) -> bool:
-    """Returns whether a variable has a row for all elements of a sequence.
+    """Returns whether a variable has one row for all positions of each sequence.
 
-    A diffusion transformer multiplies a norm by such an array, and adds another one.
+    A diffusion transformer multiplies a norm's output by an array of this shape, and
+    adds another array of this shape.
     """
     shape = v.aval.shape
     is_row = len(shape) > 2 and shape[-2:] == (1, *like.shape[-1:])
@@ -294,7 +295,10 @@ def activation_of(y: core.Var, graph: Graph) -> Gate | None:
 def _without_numbers(
     eqns: Sequence[core.JaxprEqn], graph: Graph
 ) -> tuple[core.JaxprEqn, ...]:
-    """Returns the operations but those that make numbers, which others may read."""
+    """Returns the operations except those that compute numbers.
+
+    Other operations may read these numbers, too.
+    """
     return tuple(eqn for eqn in eqns if not is_number(eqn.outvars[0], graph))
 
 
@@ -343,7 +347,8 @@ def sum_of(result: core.Var, graph: Graph, before: int) -> Sum | None:
 def bias_of(result: core.Var, graph: Graph, fixed: Collection[core.Var]) -> Sum | None:
     """Returns the sum of a result and a bias, if nothing else reads the result.
 
-    A bias has a number for each column, and follows from parameters, as `fixed` do.
+    A bias has a number for each column, and is one of `fixed`, the variables that
+    follow from parameters alone.
     """
     for match, summand in _sums(result, graph):
         if summand.aval.shape[-1:] == result.aval.shape[-1:]:
@@ -354,10 +359,10 @@ def bias_of(result: core.Var, graph: Graph, fixed: Collection[core.Var]) -> Sum 
 
 
 def _sums(result: core.Var, graph: Graph) -> Iterator[tuple[Sum, core.Var]]:
-    """Yields the sums that a matmul's result goes into, with the variable it adds.
+    """Yields the sums of a matmul's result and another array, each with a summand.
 
-    Between the result and a sum there are only reshapes and marks, and nothing else
-    reads any of these arrays.
+    The summand is the result after reshapes and marks. Nothing else reads the result,
+    the summand, or an array in between.
     """
     eqns: list[core.JaxprEqn] = []
     while len(graph.readers[result]) == 1:
@@ -380,9 +385,9 @@ def _sums(result: core.Var, graph: Graph) -> Iterator[tuple[Sum, core.Var]]:
 
 
 def _column(var: core.Var, like: core.Var, graph: Graph) -> core.Var | None:
-    """Returns the vector with an element for each column of `like`, spread as `var`.
+    """Returns the vector that is broadcast to `var`, or None.
 
-    Returns None for any other variable.
+    The vector has an element for each column of `like`, which has as many axes.
     """
     columns = like.aval.shape[-1:]
     if var.aval.ndim != like.aval.ndim or var.aval.shape[-1:] != columns:
@@ -402,7 +407,10 @@ def _column(var: core.Var, like: core.Var, graph: Graph) -> core.Var | None:
 
 
 def reader_after(x: core.Var, norm: Eqns, graph: Graph) -> core.JaxprEqn | None:
-    """Returns the addition that is the only reader of a norm's input x but the norm."""
+    """Returns the addition that reads the input x of a norm, or None.
+
+    Nothing else but the norm may read x.
+    """
     inner = {id(eqn) for eqn in norm}
     readers = [eqn for eqn in graph.readers[x] if not _is_for(eqn, inner, graph)]
     if len(readers) != 1:
@@ -413,7 +421,7 @@ def reader_after(x: core.Var, norm: Eqns, graph: Graph) -> core.JaxprEqn | None:
 
 
 def _is_for(eqn: Any, inner: Collection[int], graph: Graph) -> bool:
-    """Returns whether an operation is in `inner`, or a cast for these alone."""
+    """Returns whether an operation is in `inner`, or a cast that only these read."""
     if eqn is graph.program or id(eqn) in inner:
         return id(eqn) in inner
     if eqn.primitive.name != "convert_element_type":

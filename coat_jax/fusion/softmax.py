@@ -1,4 +1,4 @@
-"""The softmax of scores in a program, and what scales and masks them."""
+"""The softmax of scores in a program, and the scale and the masks of the scores."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -48,8 +48,8 @@ class Softmax:
     Attributes:
       first: The matmul of the scores.
       axis: The axis of the softmax.
-      eqns: The operations between the two, and the first one; nothing else reads what
-        they compute.
+      eqns: The operations between the two matmuls, and the first matmul. Nothing else
+        reads their results.
 
     Raises:
       MismatchError: If there is no softmax before this operand.
@@ -86,8 +86,9 @@ class Softmax:
                 hidden.append(numbers[0] if numbers else None)
             else:
                 axes = moved(eqn, axes, sizes)
-        # Scores that are one number are equal for a query that sees no key. If several
-        # numbers hide scores, or one is added to them, there must be no such query.
+        # If one number replaces hidden scores, the scores of a query that sees no key
+        # are equal. If several numbers replace scores, or one is added to them, every
+        # query must see a key.
         if len({*hidden}) > 1 or None in hidden:
             key = axes[self.axis]
             shows = [mask.always_shows(key) for mask in masks]
@@ -96,7 +97,7 @@ class Softmax:
         return axes, scale, masks
 
     def probabilities(self, axes: Sequence[Axis], sizes: Sizes) -> Sequence[Axis]:
-        """Returns the axes of the probabilities, from `axes` of the softmax."""
+        """Returns the axes of the probabilities; `axes` belong to the softmax."""
         for eqn in self._after:
             axes = moved(eqn, axes, sizes)
         return axes
@@ -139,13 +140,17 @@ class Softmax:
         return self._unrepeated(eqn, places[0])
 
     def _unrepeated(self, eqn: core.JaxprEqn, place: int) -> Operand:
-        """Returns an operand that has all elements of an operation's result."""
+        """Returns the operand at `place`, which an operation does not broadcast.
+
+        Raises:
+          MismatchError: If the operand and the result differ in shape.
+        """
         if eqn.invars[place].aval.shape != eqn.outvars[0].aval.shape:
             raise MismatchError
         return eqn.invars[place]
 
     def _maker(self, var: Operand) -> core.JaxprEqn:
-        """Returns the operation that computes a variable, and notes it."""
+        """Returns the operation that computes a variable, and adds it to `eqns`."""
         eqn = self._graph.makers.get(var) if isinstance(var, core.Var) else None
         # A cast to FP8 rounds on purpose.
         if eqn is None or len(eqn.outvars) != 1 or var.aval.dtype not in _DTYPES:
@@ -160,7 +165,7 @@ class Softmax:
         return eqn
 
     def _root(self, var: Operand) -> core.Var:
-        """Returns a variable before casts between floating dtypes, and notes them."""
+        """Returns a variable before casts, and adds the casts to `eqns`."""
         if not isinstance(var, core.Var):
             raise MismatchError
         root = before_casts(var, self._graph)
@@ -181,10 +186,11 @@ class Softmax:
         return x, axis
 
     def _row(self, var: Operand, name: str, x: core.Var) -> int:
-        """Returns the axis of `x` that was reduced to `var`.
+        """Returns the axis of `x` that the reduction `name` to `var` is along.
 
         Raises:
-          MismatchError: If a number of `var` is not where its row is in `x`.
+          MismatchError: If `var` is not such a reduction, or a number of `var` is not
+            at the place of its row in `x`.
         """
         moves, eqn = [], self._maker(var)
         while eqn.primitive.name != name:
@@ -218,7 +224,7 @@ class Softmax:
     def _view(self, var: Operand) -> tuple[core.Var, list[Axis]]:
         """Returns the variable that `var` is a view of, and the axes of `var`.
 
-        Labels are the axes of the variable.
+        Labels are the positions of axes of the returned variable.
         """
         moves = []
         while (eqn := self._graph.makers.get(var)) and eqn.primitive.name in MOVES:
@@ -247,7 +253,10 @@ class Softmax:
             return float(number.astype(eqn.outvars[0].aval.dtype))
 
     def _selection(self, var: Operand) -> core.JaxprEqn | None:
-        """Returns the choice of 0 and a low number that `var` is spread from."""
+        """Returns the `select_n` of 0 and a low number that is broadcast to `var`.
+
+        Returns None if `var` is anything else.
+        """
         while isinstance(var, core.Var) and var in self._graph.makers:
             eqn = self._graph.makers[var]
             if var.aval.dtype not in _DTYPES:
@@ -265,7 +274,7 @@ class Softmax:
     def _masks(
         self, eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes
     ) -> list[Mask]:
-        """Returns the masks of an operation that hides scores with the axes `axes`."""
+        """Returns the masks by which an operation hides scores with axes `axes`."""
         graph = self._graph
         if eqn.primitive.name == "add":
             (var,) = (v for v in eqn.invars if self._selection(v) is not None)

@@ -1,1 +1,1 @@
-"""Reads programs of JAX: one table of operations, one graph."""
+"""Reads jaxprs: a table of primitives, and graphs of equations."""

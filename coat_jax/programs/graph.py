@@ -1,4 +1,7 @@
-"""Reads programs, inlines their calls, and merges equal operations."""
+"""Reads programs, inlines their calls, and merges equal operations.
+
+A program is a jaxpr, and an operation is an equation of a jaxpr.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +25,8 @@ class Graph:
     Attributes:
       program: The program, as JAX traced it.
       makers: The operation that computes each variable.
-      readers: The operations that read each variable, and the program for its results.
+      readers: The operations that read each variable. For a result of the program, the
+        program itself counts as a reader, too.
     """
 
     def __init__(self, program: core.Jaxpr):
@@ -72,8 +76,8 @@ class Graph:
 def written_out(program: core.Jaxpr) -> core.Jaxpr:
     """Returns a program with its calls inlined, without effects and barriers.
 
-    Variables of the program keep their names, except those that a call or a barrier
-    only passes on.
+    The variables stay the same, except results of calls and barriers that are only
+    passed on: their sources take their place.
     """
     program = inlined(program, lambda eqn: eqn.primitive.name in _CALLS)
     names: Names = {}
@@ -89,9 +93,9 @@ def written_out(program: core.Jaxpr) -> core.Jaxpr:
 
 
 def is_plain_call(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a jitted function without further options.
+    """Returns whether an operation calls a jitted function that has no options.
 
-    A function with shardings or compiler options stays a call.
+    Options are shardings, layouts and options of the compiler.
     """
     if eqn.primitive.name != "jit":
         return False
@@ -107,7 +111,8 @@ def inlined(
 ) -> core.Jaxpr:
     """Returns a program with the operations inlined that `is_call` accepts.
 
-    Each must contain one program, which is inlined unless it has constants.
+    Each of these operations must contain one program, which is inlined unless it has
+    constants.
     """
     names: Names = {}
     eqns = _inlined(program, names, is_call)
@@ -124,13 +129,13 @@ def embedded(
 
     Args:
       body: The program. It has no constants.
-      invars: Its arguments, in the other program.
-      outvars: Variables of the other program, which its results get.
+      invars: The operands of the other program that `body` is applied to.
+      outvars: The variables of the other program that take the results of `body`.
       is_call: A function that tells which operations to inline.
 
     Returns:
-      The operations, and what replaces those `outvars` that no operation computes: an
-      argument, a literal, or another of the `outvars`.
+      The operations, and a map from each of `outvars` that no operation computes to its
+      replacement: one of `invars`, a literal, or another one of `outvars`.
     """
     names: Names = dict(zip(body.invars, invars, strict=True))
     names |= {v: core.Var(v.aval) for eqn in body.eqns for v in eqn.outvars}
@@ -193,7 +198,10 @@ def in_place_of(
 def _inlined(
     program: core.Jaxpr, names: Names, is_call: Callable[[core.JaxprEqn], bool]
 ) -> list[core.JaxprEqn]:
-    """Returns the operations of a program, with variables renamed as in `names`."""
+    """Returns the operations of a program, inlined and renamed as in `names`.
+
+    Results of inlined calls are added to `names`.
+    """
     eqns = []
     for eqn in program.eqns:
         invars = renamed(eqn.invars, names)
@@ -215,12 +223,13 @@ def renamed(operands: Iterable[Operand], names: Mapping[core.Var, Operand]) -> l
 
 
 def deduplicated(program: core.Jaxpr) -> core.Jaxpr:
-    """Returns a program that computes nothing twice from the same operands.
+    """Returns a program in which equal operations on the same operands run once.
 
-    Stateful operations stay, and those with parameters that cannot be compared. So do
-    functions with a backward pass of their own: the sum of two gradients that are
-    clipped is not the clipped sum. Slices of a whole array, which indices are made of
-    before jax 0.10, are replaced by the array.
+    Stateful operations stay, and so do operations with parameters that cannot be
+    compared. Functions with a `jax.custom_vjp` stay as well, because their backward
+    pass need not be linear: the sum of two clipped gradients is not the clipped sum.
+    Slices that take a whole array, which indexing makes before jax 0.10, are replaced
+    by the array.
     """
     names: Names = {}
     results: dict[Any, list[core.Var]] = {}
@@ -255,7 +264,7 @@ def _has_backward(eqn: core.JaxprEqn) -> bool:
 
 
 def _key(eqn: core.JaxprEqn) -> Any:
-    """Returns a key that is equal for equal operations, or None if there is none."""
+    """Returns a key that is equal for equal operations, or None if it has no hash."""
     operands = [_literal(v) if isinstance(v, core.Literal) else v for v in eqn.invars]
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
     # Some contexts, such as a device to compute on, have no equality of their own.

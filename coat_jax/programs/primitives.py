@@ -1,7 +1,7 @@
 """The table of operations: what each primitive of JAX does to an array.
 
-All readers of programs look operations up here. An operation that is not in the table
-is opaque: it is kept, and nothing looks through it.
+All modules that read programs look operations up here. An operation with a primitive
+that is not in the table is opaque: it is kept as it is.
 """
 
 import enum
@@ -28,13 +28,13 @@ class Kind(enum.Enum):
       MARK: Returns its operand unchanged; a hint to a compiler or a policy.
       CAST: Converts to another dtype.
       VIEW: Moves elements, without a change of their number.
-      SPREAD: Repeats elements.
+      SPREAD: Broadcasts elements.
       CUT: Takes a part of the elements.
-      ELEMENTWISE: Computes each element from elements at the same place.
-      REDUCTION: Computes elements from whole rows.
+      ELEMENTWISE: Computes each element from elements with the same index.
+      REDUCTION: Reduces whole axes.
       MATMUL: Multiplies matrices, or convolves.
       WRITE: Writes an array that XLA does not fuse with its readers.
-      STATEFUL: Gives another result when it is repeated.
+      STATEFUL: Gives another result when it runs again.
     """
 
     MARK = enum.auto()
@@ -50,8 +50,9 @@ class Kind(enum.Enum):
 
 
 # The effect of an elementwise operation on rounding errors of its operands, relative to
-# the amax of a group: it may always be computed from FP8 copies if it is "gentle" or
-# "bounded" (so is its result); a "sum" may cancel; the rest needs "exact" operands.
+# the amax of a group. An operation that is "gentle", or that is "bounded" because its
+# results are, may always be computed from FP8 copies. A "sum" may cancel. All other
+# operations need "exact" operands.
 Errors = Literal["gentle", "bounded", "sum", "exact"]
 
 
@@ -60,8 +61,9 @@ class Entry(NamedTuple):
 
     Attributes:
       kind: The kind of the operation.
-      errors: What it does to rounding errors; None unless it is elementwise.
-      has_pole: Whether its result at zero is not finite.
+      errors: The effect of the operation on rounding errors; None unless it is
+        elementwise.
+      has_pole: Whether the operation's result is not finite where its operand is zero.
     """
 
     kind: Kind
@@ -142,23 +144,24 @@ def has_pole(eqn: core.JaxprEqn, position: int) -> bool:
 
 
 def is_foreign(primitive: core.Primitive) -> bool:
-    """Returns whether an operation is a custom kernel, not one of `jax.lax`."""
+    """Returns whether a primitive is a custom kernel, not a primitive of `jax.lax`."""
     name = primitive.name.replace("-", "_")
     is_of_jax = primitive.name in TABLE or name == "custom_jvp_call"
     return not is_of_jax and not hasattr(lax, f"{name}_p")
 
 
 def does_work(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is costly or stateful, so never repeated."""
+    """Returns whether an operation is costly or stateful, and so is never repeated."""
     is_never = kind_of(eqn) in (Kind.MATMUL, Kind.STATEFUL)
     is_costly = is_foreign(eqn.primitive) and not makes_codes(eqn)
     return is_never or eqn.primitive.name == "while" or is_costly
 
 
 def makes_codes(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a kernel that computes codes.
+    """Returns whether an operation is a kernel that quantizes its operand to codes.
 
-    It reads its operand once, as what XLA would compute in its place.
+    The kernel costs as little as the XLA operations that it replaces: a single pass
+    over its operand.
     """
     return placement.operation_of(eqn.params) in _OF_CODES
 
@@ -172,9 +175,10 @@ def is_stateful(eqn: core.JaxprEqn) -> bool:
 
 
 def keeps_parts(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a new sharding by which no data move.
+    """Returns whether an operation is a reshard that moves no data.
 
-    `jax.sharding.auto_axes` makes explicit mesh axes of its arguments automatic.
+    `jax.sharding.auto_axes` makes explicit mesh axes of its arguments automatic by a
+    reshard of this kind.
     """
     if eqn.primitive.name != "reshard" or adds_up(eqn):
         return False
@@ -183,7 +187,7 @@ def keeps_parts(eqn: core.JaxprEqn) -> bool:
 
 
 def adds_up(eqn: core.JaxprEqn) -> bool:
-    """Returns whether a new sharding of an array adds up what devices have of it."""
+    """Returns whether a reshard, or its gradient, adds up partial sums of devices."""
     if eqn.primitive.name != "reshard":
         return False
     shardings = eqn.invars[0].aval.sharding, eqn.params["dst_sharding"]
@@ -191,24 +195,25 @@ def adds_up(eqn: core.JaxprEqn) -> bool:
 
 
 def keeps_order(reshape: core.JaxprEqn) -> bool:
-    """Returns whether a reshape keeps the elements in their order in memory.
+    """Returns whether a reshape keeps the elements in row-major order.
 
-    Others transpose first, as `jnp.ravel(x, order="F")` does.
+    Other reshapes transpose first, such as `jnp.ravel(x, order="F")`.
     """
     axes = reshape.params["dimensions"]
     return axes is None or tuple(axes) == tuple(range(reshape.invars[0].aval.ndim))
 
 
 def bodies_of(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
-    """Returns the programs inside an operation; a kernel counts as one operation."""
+    """Returns the programs within an operation; an empty list for a kernel."""
     return [] if is_kernel(eqn) else list(versions.bodies_in_params(eqn.params))
 
 
 def is_kernel(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation is a kernel: a program on memory references.
 
-    A partitioned operation is one, too. It contains only its definition. So is what
-    contains one operation of `pallas_kernels`, as for `vmap`.
+    An operation with custom partitioning counts as a kernel, because its program is
+    only a definition. A call that contains a single operation of `pallas_kernels`, as
+    under `vmap`, counts as a kernel, too.
     """
     if eqn.primitive.name == "custom_partitioning" or eqn.primitive in CLOSED:
         return True
@@ -237,10 +242,10 @@ def variables(operands: Iterable[Operand]) -> set[core.Var]:
 
 
 def number_of(literal: core.Literal) -> float:
-    """Returns the number of a literal, rounded to the literal's dtype."""
+    """Returns the value of a scalar literal, rounded to the literal's dtype."""
     return float(np.asarray(literal.val, literal.aval.dtype))
 
 
 def size_of(aval: jax.core.ShapedArray) -> int:
-    """Returns the number of elements, with a guess for axes of symbolic length."""
+    """Returns an array's number of elements, with a guess for symbolic lengths."""
     return math.prod(n if isinstance(n, int) else _SYMBOLIC for n in aval.shape)

@@ -1,4 +1,4 @@
-"""Programs within a `shard_map`, on each device's parts of arrays."""
+"""Programs within a `shard_map`, which run on each device's shards of arrays."""
 
 from collections.abc import Callable
 
@@ -21,18 +21,18 @@ def program_of(eqn: core.JaxprEqn) -> core.Jaxpr:
 
 
 def is_over_all_axes(eqn: core.JaxprEqn) -> bool:
-    """Returns whether a `shard_map` leaves no axis of its mesh to XLA."""
+    """Returns whether a `shard_map` is manual over all axes of its mesh."""
     options = versions.shard_map_options(eqn)
     return set(options["mesh"].axis_names) <= set(options["axis_names"])
 
 
 def with_program(eqn: core.JaxprEqn, fn: Callable[..., list]) -> list[core.JaxprEqn]:
-    """Returns operations that compute a `shard_map` of another function.
+    """Returns operations that compute a `shard_map` with `fn` as its function.
 
     Args:
-      eqn: The `shard_map`.
-      fn: A function of a device's arrays, which returns the types of results that the
-        program within `eqn` has.
+      eqn: The `shard_map`, which has another function.
+      fn: A function of a device's shards. Its results have the same types as the
+        results of the program within `eqn`.
     """
 
     def run(*arrays):

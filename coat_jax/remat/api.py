@@ -25,12 +25,14 @@ gate are slices of one matmul's output, one copy of the output is saved.
 amplify the rounding errors of the copies is never repeated.
 
 Flash attention's backward kernel computes probabilities from queries, keys and the
-forward kernel's log-sum-exp. With rounded queries and keys they add up to one only if
-the log-sum-exp was computed from the rounded ones. Their gradients add up to zero only
-if the output was, too. So all of them are exact, or all are of the copies.
+forward kernel's log-sum-exp. With rounded queries and keys the probabilities add up to
+one only if the log-sum-exp was computed from the rounded queries and keys, too. The
+gradients of a query's scores add up to zero only if the output was computed with the
+same probabilities. So either the backward kernel reads exact arrays alone, or the
+forward kernel runs again on the copies.
 
 The paper gives the operands of matmuls one scale per tensor, because its matmuls run in
-FP8. `fp8_remat` does not run matmuls in FP8, so it can use per-group scales. They need
+FP8. `fp8_remat` does not run matmuls in FP8, so it can use per-group scales. These need
 no amax over a whole array, which several devices may share.
 """
 
@@ -74,39 +76,40 @@ def fp8_remat[Target](
 ) -> Target:
     """Lets the backward pass of a function or Flax module read FP8 residuals.
 
-    The forward program is unchanged, but for matmuls of `fp8_dot_general` and for
-    softmax attention. All matmuls that read one array are merged and quantize it once,
-    with a scale for each token. The gate of a gated MLP between them is one kernel, and
-    so is a norm before them, unless it has a derivative rule of its own. On Hopper GPUs
-    cuDNN's flash attention computes attention in BF16 that the program writes out, with
-    masks of booleans alone, if nothing else reads its scores and probabilities. No
-    option below changes that. The activations that autodiff saves take a tenth to a
-    third of the bytes. The docstring of this module lists the format of each residual;
-    `coat.residual_report` lists all saved arrays.
+    The forward program is unchanged, except for matmuls of `fp8_dot_general` and for
+    softmax attention. All matmuls of `fp8_dot_general` that read one array are merged,
+    and quantize the array once, with a scale for each token. A gate between the matmuls
+    of a gated MLP becomes one kernel, and so does a norm before matmuls, unless the
+    norm has a derivative rule of its own. On Hopper GPUs, attention that the program
+    computes in BF16 by matmuls and a softmax runs as cuDNN's flash attention, if all
+    of its masks are booleans and nothing else reads its scores and probabilities. The
+    options below do not change this. The saved activations take a tenth to a third of
+    their bytes without `fp8_remat`. The docstring of this module lists the format of
+    each residual; `coat.residual_report` lists all saved arrays.
 
     The result works under jit, scan, vmap, shard_map, jax.checkpoint and another
     `fp8_remat`. Forward-mode differentiation and second derivatives are not supported.
     Residuals of sharded arrays are sharded in the same way. No data moves between
     devices if every device has whole groups of the last axis.
 
-    Within a `shard_map` that the target calls the same is done to the program on each
-    device's parts, unless there is `where`, a policy or a key.
+    If the target calls `shard_map`, `fp8_remat` is also applied to the function within
+    it, which runs on each device's shards, unless there is `where`, a policy or a key.
 
-    Layers that differ in nothing but the values of arrays are traced once, as one
-    function under `jax.jit` is. Attributes of NNX modules, values that a function
-    closes over and globals that it names are compared at every call. Other things that
-    it reads, such as attributes of classes, must not change.
+    Layers that differ in nothing but the values of arrays are traced once, like a
+    function under `jax.jit`. Attributes of NNX modules, values that a function closes
+    over and globals that it names are compared at every call. Other values that the
+    function reads, such as attributes of classes, must not change.
 
     Args:
       target: A function, a Linen or NNX module, a Linen or NNX module class, or a
         callable pytree with arrays, such as an Equinox module, which becomes a pytree
-        of a subclass with the same leaves. The
-        variables of a module are parameters, and the arguments of its call are
-        activations. A class becomes a class of the same name. An unbound Linen module
-        becomes a module with the same fields, so parameters keep their paths. A Linen
-        module that is already bound, as within `nn.compact`, becomes a function. An NNX
-        module shares its variables with the result. Changes that a call makes to NNX
-        objects persist, except changes to their parameters.
+        of a subclass with the same leaves. The variables of a module are parameters,
+        and the arguments of its call are activations. A class becomes a class of the
+        same name. An unbound Linen module becomes a module with the same fields, so
+        parameters keep their paths. A Linen module that is already bound, as within
+        `nn.compact`, becomes a function. An NNX module shares its variables with the
+        result. Changes that a call makes to NNX objects persist, except changes to
+        their parameters.
       params_argnums: For functions, the positional arguments that are parameters. They
         are saved by reference, neither copied nor quantized. The default is the first
         argument, as in `f(params, x)`. NNX objects and values that a function closes
@@ -122,22 +125,23 @@ def fp8_remat[Target](
         or close over them.
       policy: A policy of `jax.checkpoint`, which selects the arrays to save; the
         backward pass recomputes the others. By default the arrays that autodiff saves
-        are saved. Then only elementwise arithmetic on saved arrays is recomputed, and
-        the codes of weights: no matmul, no other kernel, no sum over an axis. With
-        `jax.checkpoint_policies.nothing_saveable` only incoming activations are saved.
-        Other policies, also of `jax.checkpoint` within the function, save the
-        amax of what FP8 matmuls quantize, so that saved codes keep their scales.
-        What a policy offloads to "pinned_host" is quantized first, unless a loop within
-        the function computes it; what it offloads to "device" is saved there.
+        are saved. Then only elementwise arithmetic on saved arrays and FP8 codes of
+        weights are recomputed, but no matmul, no other kernel, and no sum over an axis.
+        With `jax.checkpoint_policies.nothing_saveable` only incoming activations are
+        saved. All other policies, including policies of a `jax.checkpoint` within the
+        function, also save the amaxes of arrays that FP8 matmuls quantize, so that
+        saved codes keep their scales. An array that a policy offloads to "pinned_host"
+        is quantized first, unless a loop within the function computes it; an array that
+        a policy offloads to "device" is saved on the device.
       key: A key for stochastic rounding, typed or raw. Each number is rounded to one of
         its two neighbouring codes, and is unchanged on average. All calls of the result
         share the key. So call `fp8_remat` where there is a fresh key, as in a training
         step: `fp8_remat(model, key=key)(x)`.
-      rerun_attention: True saves FP8 copies of queries, keys and values, and flash
-        attention runs again on them in the backward pass. By default they, its output
-        and its statistics are saved as they are, in two to four times the bytes.
-        Where XLA computes attention, which saves no statistics, nothing changes.
-        Attention in a loop or a branch of the function is saved as it is: call
+      rerun_attention: Whether flash attention runs again in the backward pass, on FP8
+        copies of queries, keys and values. By default queries, keys, values, output and
+        statistics of flash attention are saved unquantized, in two to four times the
+        bytes. Attention that XLA computes has no statistics, and is not affected.
+        Attention in a loop or a branch of the function is not affected either: call
         `fp8_remat` on the loop's body.
 
     Returns:

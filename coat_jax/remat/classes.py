@@ -10,20 +10,21 @@ from flax import nnx
 
 from coat_jax.remat.options import Options
 
-REBUILD = "_fp8_rebuild"  # The attribute of wrapped classes for `members_of`.
-# Wraps the method of a name, given the class.
+REBUILD = "_fp8_rebuild"  # The attribute with the argument `rebuild` of `members_of`.
+# A function of a class and a method's name, which returns the wrapped method.
 Wrap = Callable[[type, str], Callable]
 
-# Modules of one class are traced once if they are of one class when wrapped, too.
+# Wrapped modules are traced once only if they are of one class.
 _CLASSES: WeakValueDictionary[Any, type] = WeakValueDictionary()
 
 
 def cached_class(
     subclass: Callable[[], type], cls: type, options: Options, wrap: Wrap | None
 ) -> type:
-    """Returns `subclass()`, once for equal `cls`, `options` and `wrap`.
+    """Returns `subclass()`, called once for equal `cls`, `options` and `wrap`.
 
-    Later calls return the class of the first one, unless the options have a key.
+    Later calls return the class that the first call returned, unless the options have a
+    key or cannot be hashed.
     """
     if options.key is not None:
         return subclass()
@@ -41,7 +42,8 @@ def members_of(
 ) -> dict[str, Any]:
     """Returns the members of a subclass with the name of `cls` and these methods.
 
-    Its objects unpickle as `rebuild[0](*rebuild[1:], state)`.
+    Objects of the subclass unpickle as `rebuild[0](*rebuild[1:], state)`, with the
+    attributes of the object as `state`.
     """
 
     def reduce(self, protocol=None):
@@ -89,7 +91,7 @@ def method_names(cls: type) -> list[str]:
 
 
 def _is_method(member: Any) -> bool:
-    """Returns whether a member of a class is a method, also one that is wrapped."""
+    """Returns whether a member of a class is a method, plain or wrapped."""
     if inspect.isfunction(member):
         return True
     is_wrapped = callable(member) and hasattr(member, "__wrapped__")

@@ -28,7 +28,7 @@ def fp8_copy(
     granularity: PerGroup,
     noise: UInt32[Array, "... n"] | None = None,
 ) -> QuantizedArray:
-    """Computes `coat.quantize`, with a kernel where it can run.
+    """Quantizes an array as `coat.quantize` does, with a kernel where one can run.
 
     Per group of `granularity.size` neighbours on the last axis:
 
@@ -58,7 +58,7 @@ def fp8_copy(
 
 
 def read_copy(q: QuantizedArray, *, fused: bool = False) -> Float[Array, "... n"]:
-    """Computes `coat.dequantize`, with a kernel where it can run.
+    """Dequantizes an array as `coat.dequantize` does, with a kernel where one can run.
 
     The result is decode(codes) * scale, computed in float32 and cast to `q.dtype`.
     With `fused` no kernel runs: XLA dequantizes as part of the operations that read the

@@ -5,8 +5,8 @@ of copies are. Operations that amplify errors need exact operands. These are log
 exponentials other than exp(-x**2), and sums that may cancel, such as x - 30 of a copy
 of x. A sum cannot cancel if its operands have the same sign everywhere, as 1 and x**2
 do. Sums of numbers and bounded functions, such as 1 - tanh(x), have an error that is
-small compared with these bounds. Constants may be added to an array that is centered
-and normalized, because the error is small compared with its unit variance.
+small compared with the bounds. Constants may be added to an array that is centered
+and normalized, because the error is small compared with the array's unit variance.
 """
 
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -35,7 +35,7 @@ class Sign(NamedTuple):
 
     Attributes:
       factor: 1 or -1.
-      of: The arrays, of the same shape. If it is empty, all elements have one sign.
+      of: The other arrays, of the same shape. Without any, all elements have one sign.
     """
 
     factor: int
@@ -50,12 +50,13 @@ class Known(NamedTuple):
     """The way in which an array follows from saved arrays.
 
     Attributes:
-      steps: The number of operations on the way, without layout and conversions.
-      constant: True if the array follows from parameters and constants alone.
+      steps: The number of operations that compute it from saved arrays, not counting
+        casts and changes of layout.
+      constant: Whether the array follows from parameters and constants alone.
       copies: The FP8 copies that it depends on; empty if it is exact.
-      sign: The sign of its elements, if something is known of it.
-      number: The number that all its elements equal, if they are one number.
-      is_bounded: Whether it is computed of numbers and bounded functions alone.
+      sign: The sign of its elements, or None if it is unknown.
+      number: The number that all of its elements equal, or None.
+      is_bounded: Whether it is computed from numbers and bounded functions alone.
     """
 
     steps: int = 0
@@ -67,7 +68,7 @@ class Known(NamedTuple):
 
     @classmethod
     def of_number(cls, literal: core.Literal) -> "Known":
-        """Returns what is known of a number in a program."""
+        """Returns what is known of a literal in a program."""
         value = np.asarray(literal.val)
         if value.ndim or not jnp.issubdtype(literal.aval.dtype, jnp.floating):
             return cls()
@@ -101,7 +102,7 @@ class Errors:
     def stay_small(
         self, eqn: core.JaxprEqn, position: int, operands: Sequence[Known]
     ) -> bool:
-        """Returns whether the error of result `position` is small."""
+        """Returns whether the error of result `position` is small; see the module."""
         name, errors = eqn.primitive.name, entry_of(eqn).errors
         if errors == "sum":
             return self._cannot_cancel(eqn, operands)
@@ -136,7 +137,7 @@ class Errors:
         return constants[0].number == 0 or varying in self._normalized
 
     def is_bounded(self, eqn: core.JaxprEqn, operands: Sequence[Known]) -> bool:
-        """Returns whether an operation is bounded for bounded, or for all, arrays."""
+        """Returns whether the result of an operation on `operands` is bounded."""
         entry = entry_of(eqn)
         if entry.errors == "bounded" or self._is_bell(eqn):
             return True
@@ -194,7 +195,7 @@ def normalized_arrays(
     statistics: Collection[core.Var],
     constants: Container[core.Var],
 ) -> set[core.Var]:
-    """Finds the outputs of norms that subtract a mean, such as layer norm's.
+    """Returns the outputs of norms that subtract a mean, such as layer norm.
 
     These are products of a centered array, such as x - mean(x), of the inverse of a
     statistic, such as 1 / std(x), and of constants. Numbers of a centered array lie
@@ -202,8 +203,9 @@ def normalized_arrays(
 
     Args:
       program: A program with its calls inlined.
-      statistics: The results of reductions of rows, and what follows in their size.
-      constants: Parameters, and what is computed from parameters alone.
+      statistics: The results of reductions of rows, and arrays of the same size that
+        are computed from them.
+      constants: Parameters, and arrays that are computed from parameters alone.
     """
     makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
     factors, inverse = set(statistics), set()

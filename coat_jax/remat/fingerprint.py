@@ -1,9 +1,10 @@
-"""Fingerprints of Python values, to know that tracing a function gives a known program.
+"""Fingerprints of Python values, which tell whether a function must be traced again.
 
-JAX reuses what it has traced of one function, whatever else the function reads. A
-function that `fp8_remat` has wrapped may read values that change between its calls,
-such as an attribute of an object that it closes over. A fingerprint contains all such
-values that can be found, and a value that cannot be searched has none.
+JAX traces a function once for the same types of arguments, even if other values that
+the function reads have changed. A function that `fp8_remat` has wrapped may read values
+that change between its calls, such as an attribute of an object that it closes over. A
+fingerprint contains all of these values that can be found. A value that cannot be
+searched has no fingerprint.
 """
 
 import dataclasses
@@ -18,19 +19,22 @@ import numpy as np
 from flax import nnx
 from jax.extend import core
 
-_DEPTH = 20  # The nesting of values that is searched; a cycle has no end.
+_DEPTH = 20  # The deepest nesting of values that is searched; a cycle has no end.
 _ATOMS = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType)
 # Objects in which nothing changes.
 _FIXED = (type, enum.Enum, types.ModuleType, types.CodeType, np.dtype)
 # Other objects of these packages do not change either: meshes and tree structures.
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
-# Objects that change, and programs, which are others at each trace.
+# Objects that may change, and programs, of which each trace makes a new one.
 _CHANGING = (*_ARRAYS, nnx.Pytree, nnx.Variable, core.Jaxpr, core.ClosedJaxpr)
 
 
 class Neutral:
-    """A value that does not affect the fingerprint: all values of a class are equal."""
+    """A base class of values that do not affect fingerprints.
+
+    All values of one class are equal.
+    """
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -40,7 +44,7 @@ class Neutral:
 
 
 class _UnknownError(Exception):
-    """Says that a value has no fingerprint."""
+    """Raised for a value that has no fingerprint."""
 
 
 def fingerprint(*values: Any) -> Hashable | None:
@@ -48,7 +52,8 @@ def fingerprint(*values: Any) -> Hashable | None:
 
     Numbers that are equal and differ in type have different fingerprints. The key of a
     function has its code, its defaults, and the values of the variables that it closes
-    over or names. Functions that it names are not searched.
+    over and of the globals that it names. Functions among these globals are compared by
+    identity.
 
     Returns None if a value may contain an array, or anything that cannot be compared.
     """

@@ -3,8 +3,8 @@
 Flash attention is an example. Its backward kernel reads queries, keys and values
 together with the output and a statistic of each row, the log-sum-exp. With rounded
 queries and keys the probabilities that it computes add up to one only if the statistic
-was computed from the rounded ones. So all of these arrays must be exact, or all be of
-copies.
+was computed from the rounded queries and keys, too. So either all of these arrays must
+be exact, or output and statistic must be computed from the copies.
 """
 
 import functools
@@ -33,14 +33,15 @@ _PARTS = frozenset({"remat2", "shard_map"})
 
 
 class Kernel(NamedTuple):
-    """The residuals around a kernel that has a statistic of its operands.
+    """The residuals of a kernel's operands and results, if it has a statistic.
 
     Attributes:
       results: The residuals that follow from results of the kernel.
-      operands: The residuals from which backward reads or computes its operands.
-      is_nested: Whether the kernel is in a loop or another part of the program. Then
-        the operands are all residuals that backward reads with the statistic, and
-        results that only matmuls read are left out.
+      operands: The copied residuals that are operands of the kernel, or from which
+        backward computes operands.
+      is_nested: Whether the kernel is within a loop or another operation. In this case
+        `operands` are all copied residuals that backward reads with the statistic, and
+        `results` lack residuals that only matmuls read.
     """
 
     results: frozenset[core.Var]
@@ -49,10 +50,11 @@ class Kernel(NamedTuple):
 
 
 def _is_for_matmuls(traced: Linearized, index: int) -> bool:
-    """Returns whether matmuls alone read a residual, without batch axes.
+    """Returns whether all readers of a residual are matmuls without batch axes.
 
-    Flash attention multiplies its output and its gradient head by head: the result is
-    subtracted from products with the operands, and has to be exact.
+    The backward pass of flash attention multiplies the output and its gradient head by
+    head, in a matmul with batch axes. The result is subtracted from products with the
+    operands, so the output has to be exact.
     """
     return all(map(_is_plain_matmul, traced.readers(index)))
 
@@ -68,7 +70,7 @@ class _Origin(NamedTuple):
     """A result of a kernel, from which an array follows.
 
     Attributes:
-      kernel: The kernel, in a loop or another part of the program if it is there.
+      kernel: The kernel, which may be within a loop or another operation.
       result: The kernel's result.
     """
 
@@ -81,7 +83,7 @@ class _Origin(NamedTuple):
         return self.result.aval.dtype == jnp.float32 and self.are_few(self.result)
 
     def are_few(self, var: core.Var) -> bool:
-        """Returns whether a variable next to the kernel is as small as statistics."""
+        """Returns whether a variable has as few elements as the kernel's statistics."""
         return size_of(var.aval) * MIN_STATISTIC <= _largest(self.kernel)
 
 
@@ -89,11 +91,12 @@ class Kernels:
     """The kernels of a forward program, and the residuals that follow from them.
 
     Attributes:
-      traced: The function, with its backward program.
+      traced: The forward and the backward program of the function.
       program: The forward program, with its calls inlined.
-      places: The residuals, with their indices.
-      makers: The operations, by their results.
-      origins: The arrays that follow from results of kernels.
+      places: The index of each residual.
+      makers: The operation that computes each variable.
+      origins: The kernel's result that a variable follows from, for variables that
+        follow from one.
     """
 
     def __init__(self, traced: Linearized, program: core.Jaxpr):
@@ -105,26 +108,27 @@ class Kernels:
 
     @functools.cached_property
     def read_together(self) -> list[frozenset[int]]:
-        """The residuals that each kernel of backward reads; see `_read_by_kernels`."""
+        """The indices of residuals that kernels read; see `_read_by_kernels`."""
         return _read_by_kernels(self.traced)
 
     def statistics(self) -> set[core.Var]:
         """Returns the residuals that are statistics of a kernel's operands.
 
-        A statistic is a float32 result of a kernel, with far fewer elements than an
-        operand, which a kernel of backward reads. The program may move its numbers and
-        compute others from them, and so may backward.
+        A statistic is a float32 result of a kernel that has far fewer elements than an
+        operand, and that a kernel of backward reads. Both programs may move its numbers
+        and compute other numbers from them in between.
         """
         few = {v for v, origin in self._in_float32().items() if origin.is_statistic}
         read = frozenset().union(*self.read_together) if few else frozenset()
         return {var for var in few if self.places[var] in read}
 
     def with_statistics(self, copied: Container[core.Var]) -> Iterator[Kernel]:
-        """Yields the kernels with copies for operands that should be exact.
+        """Yields the kernels that have copied operands, which should be exact.
 
-        Their statistics, of any size, are not copied, and a kernel of backward reads
-        them together with the operands. With a policy, backward may compute the
-        operands from other residuals, which then count as such.
+        A kernel of backward reads these operands together with a statistic that is not
+        copied. Here a statistic is a float32 result of any size. With a policy,
+        backward may compute operands from other residuals, which then count as
+        operands.
 
         Args:
           copied: The residuals that would be saved as FP8 copies.
@@ -161,19 +165,20 @@ class Kernels:
         )
 
     def _of_residuals(self) -> dict[core.Var, _Origin]:
-        """Returns the residuals that follow from results of kernels."""
+        """Returns the origins of the residuals that follow from results of kernels."""
         return {v: self.origins[v] for v in self.places if v in self.origins}
 
     def _in_float32(self) -> dict[core.Var, _Origin]:
-        """Returns the residuals that follow from float32 results of kernels."""
+        """Returns the origins of residuals that follow from float32 results."""
         origins = self._of_residuals()
         return {v: m for v, m in origins.items() if m.result.aval.dtype == jnp.float32}
 
     @functools.cached_property
     def _by_unmarked(self) -> dict[core.Var, set[core.Var]]:
-        """The residuals by the variables that they are before marks, such as names.
+        """The residuals that are a given variable, or follow from it by marks alone.
 
-        An `fp8_remat` within another one names what it saves.
+        Marks are operations such as names: an `fp8_remat` within another `fp8_remat`
+        gives a name to each array that it saves.
         """
         residuals: dict[core.Var, set[core.Var]] = {}
         for residual in self.places:
@@ -202,15 +207,16 @@ class Kernels:
 def _from_kernels(
     program: core.Jaxpr, origins: dict[core.Var, _Origin]
 ) -> dict[core.Var, _Origin]:
-    """Returns the arrays of a program that follow from results of kernels.
+    """Returns the origins of the program's arrays that follow from kernels' results.
 
-    They are these results, moved or converted, and what is computed from statistics
-    among them in their size. For arrays that a loop stacks, the size is that in the
-    loop.
+    An array follows if it is a result that was moved or converted, or if it has as few
+    elements as a statistic and is computed from one. An array that a loop stacks counts
+    with the size that it has within the loop.
 
     Args:
       program: The program.
-      origins: The inputs that follow from results of kernels outside.
+      origins: The origins of inputs that follow from results of kernels outside. The
+        returned origins are added to it.
     """
     for eqn in program.eqns:
         operands = [
@@ -240,15 +246,16 @@ def _from_kernels(
 
 
 def _is_one(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a kernel, and not a part of the program."""
+    """Returns whether an operation is a kernel, not a wrapper of further operations."""
     return is_foreign(eqn.primitive) and eqn.primitive.name not in _PARTS
 
 
 def _needs_exact(kernel: core.JaxprEqn) -> bool:
-    """Returns whether copies of a kernel's operands do not fit its statistics.
+    """Returns whether a kernel's operands must be exact if its statistics are.
 
-    Of our own kernels that is attention. Others scale codes, or normalize rows, where a
-    copy with the scale of the exact array is as near as any.
+    Kernels of other libraries and attention need exact operands. Our other kernels
+    quantize or normalize rows: copies fit the statistics of the exact array as well as
+    they fit their own.
     """
     return placement.operation_of(kernel.params) in (None, "attention")
 
@@ -264,8 +271,9 @@ def _inner(
 
     `outer` has what is known of the operation's operands.
     """
-    # Branches of a cond do not take its index, nor the body of a loop the constants of
-    # its condition. Conditions run no kernels.
+    # Branches of a cond do not take its index, and the body of a loop does not take the
+    # constants of its condition. Inputs of conditions may be matched wrongly, but
+    # conditions run no kernels.
     operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
     pairs = zip(body.invars, operands, strict=True)
     return {var: outer[v] for var, v in pairs if _at(v, outer) is not None}
@@ -279,7 +287,7 @@ def _at(operand: Any, known: Mapping[core.Var, Any]) -> Any:
 def _read_by_kernels(traced: Linearized) -> list[frozenset[int]]:
     """Returns, for each kernel of backward, the residuals that its operands come from.
 
-    Residuals are named by their indices. Operands that depend on cotangents do not
+    Residuals are given by their indices. Operands that depend on cotangents do not
     count.
     """
     backward = written_out(traced.backward.jaxpr)
@@ -290,7 +298,10 @@ def _read_by_kernels(traced: Linearized) -> list[frozenset[int]]:
 def _reads(
     program: core.Jaxpr, sources: dict[core.Var, frozenset[int]]
 ) -> Iterator[frozenset[int]]:
-    """Yields what each kernel reads, where `sources` says what inputs come from."""
+    """Yields the residuals that the operands of each kernel come from.
+
+    `sources` has the residuals that the program's inputs come from.
+    """
     sources |= dict.fromkeys(program.constvars, frozenset())
     for eqn in program.eqns:
         operands = [v for v in eqn.invars if isinstance(v, core.Var)]

@@ -11,7 +11,7 @@ last one that reads them:
   of weights' gradients come last.
 - The stacked results of a loop exist before it starts. Slices of its stacked operands
   are copied, unless they are fused with their readers.
-- A matmul writes its result in 16 bits if its only reader rounds it to them.
+- A matmul writes its result in 16 bits if its only reader rounds it to 16 bits.
 - A fused operation, or a loop, writes to the memory of an operand of the same size that
   nothing reads later.
 
@@ -38,9 +38,9 @@ from coat_jax.programs.primitives import (
 from coat_jax.remat.trace import Linearized, linearize
 from pallas_kernels.dispatch import stand_ins
 
-# The role of an array. Inputs are arguments that are not parameters. Copies are made of
-# parameters alone, such as FP8 codes of a weight. Saved arrays pass from forward to
-# backward, and outputs are gradients.
+# The role of an array. Inputs are arguments that are not parameters. Copies are
+# computed from parameters alone, such as FP8 codes of a weight. Saved arrays pass from
+# forward to backward, and outputs are gradients.
 Role = Literal["parameter", "input", "copy", "saved", "output", "temporary"]
 
 
@@ -51,7 +51,7 @@ class Held:
     Attributes:
       shape: The shape.
       dtype: The dtype.
-      nbytes: The bytes that it counts; 0 for arguments.
+      nbytes: The size in bytes; 0 for arguments, which are not counted.
       role: What the array is for in a step, such as "saved" for the backward pass.
       index: The index among all gradients, for outputs.
     """
@@ -63,6 +63,7 @@ class Held:
     index: int | None = None
 
 
+# The arrays that exist at one time.
 Moment = tuple[Held, ...]
 
 
@@ -84,7 +85,7 @@ class Liveness:
 
 
 def liveness(fn: Callable, params: Any, *args: Any) -> Liveness:
-    """Follows the arrays of `fn` and its gradient, as on a Hopper GPU.
+    """Returns the arrays that exist while `fn` and its gradient run on a Hopper GPU.
 
     Args:
       fn: The function that is differentiated, such as a loss.
@@ -112,7 +113,7 @@ def peak(moments: Iterable[Moment]) -> Moment:
 
 
 def total_bytes(arrays: Iterable[Held]) -> int:
-    """Returns the bytes of all arrays."""
+    """Returns the sum of the sizes of arrays in bytes."""
     return sum(array.nbytes for array in arrays)
 
 
@@ -146,7 +147,7 @@ def _backward(
     for index, var in enumerate(jaxpr.outvars):
         value = program.value(var)
         if value.held is None:
-            # The optimizer is fused with such a gradient.
+            # The gradient is not written, because XLA fuses it with the optimizer.
             ends += value.reads
         else:
             ends.append(value.held)
@@ -162,8 +163,8 @@ class _Value:
 
     Attributes:
       aval: The type.
-      reads: The arrays to compute it from, while it is not written.
-      held: The array, once it is written.
+      reads: The arrays that it is computed from, while it is not written.
+      held: The array in memory, once the value is written.
     """
 
     aval: Any
@@ -172,7 +173,7 @@ class _Value:
 
     @classmethod
     def of(cls, var: Any, role: Role) -> "_Value":
-        """Returns the value of a variable that has an array."""
+        """Returns the value of a variable that is an array in memory."""
         return cls(var.aval, held=_held(var.aval, role))
 
     @property
@@ -265,13 +266,13 @@ class _Program:
         self._keep_products(eqn.outvars)
 
     def _keep_products(self, variables: Sequence[core.Var]) -> None:
-        """Discards products that have more than one reader."""
+        """Discards results of matmuls that have more than one reader."""
         for var in variables:
             if self._readers.get(var, 0) > 1 and var in self.values:
                 self._products.discard(self.values[var].held)
 
     def _rounds_a_product(self, eqn: core.JaxprEqn) -> bool:
-        """Returns whether an operation rounds a matmul that nothing else reads."""
+        """Returns whether an operation alone reads a matmul's result, and rounds it."""
         if eqn.primitive.name != "convert_element_type":
             return False
         is_product = self.value(eqn.invars[0]).held in self._products
@@ -331,7 +332,7 @@ class _Program:
         self._write(eqn, reads, peak(inner.moments(ends)), carries)
 
     def postpone(self, ends: Iterable[Held]) -> None:
-        """Moves steps after all others if `ends` do not depend on them."""
+        """Moves the steps that `ends` do not depend on after all other steps."""
         needed, first = set(ends), []
         for step in reversed(self.steps):
             if needed.intersection(step.writes):
@@ -343,7 +344,7 @@ class _Program:
     def moments(
         self, ends: Iterable[Held], start: Iterable[Held] = ()
     ) -> tuple[Moment, ...]:
-        """Returns the arrays that exist during each step.
+        """Returns the arrays that exist at the start, and then during each step.
 
         Args:
           ends: The results, which exist to the end.

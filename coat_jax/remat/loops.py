@@ -10,10 +10,11 @@ from pallas_kernels import versions
 
 
 def equal_stacks(program: core.Jaxpr) -> Names:
-    """Returns a map from each repeated result of a loop to the first equal one.
+    """Returns a map from each repeated result of a loop to the first equal result.
 
-    Results are equal if a loop stacks an array, and the array with a mark such as a
-    name or a sharding constraint. JAX saves both if backward operations read both.
+    A loop has equal results if it stacks an array, and stacks the array with a mark,
+    such as a name or a sharding constraint, again. JAX saves both stacks if operations
+    of the backward pass read both.
     """
     names: Names = {}
     for eqn in program.eqns:
@@ -40,7 +41,7 @@ def _equal_results(loop: core.JaxprEqn) -> Names:
 
 
 def _unmarked(array: Operand, makers: Mapping[core.Var, core.JaxprEqn]) -> Operand:
-    """Returns the array before marks."""
+    """Returns the operand that marks of an array, such as names, were applied to."""
     while isinstance(array, core.Var):
         eqn = makers.get(array)
         if eqn is None or kind_of(eqn) is not Kind.MARK:

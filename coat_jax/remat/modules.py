@@ -27,7 +27,7 @@ _CONTEXT = "fp8_remat"  # The tag of Flax's records of changes to NNX objects.
 def nnx_module(
     module: nnx.Pytree, options: Options, wrap: Wrap | None = None
 ) -> nnx.Pytree:
-    """Returns an NNX module that saves FP8 residuals and shares its variables."""
+    """Returns a module that saves FP8 residuals and shares variables with `module`."""
     wrapped = object.__new__(nnx_class(type(module), options, wrap))
     vars(wrapped).update(vars(module))
     return wrapped
@@ -43,10 +43,11 @@ def nnx_class(
     Args:
       cls: The class.
       options: The options of `fp8_remat`.
-      wrap: Wraps all methods that users call. By default `over_nodes` wraps `__call__`.
+      wrap: The function that wraps all methods that users may call. By default only
+        `__call__` is wrapped, by `over_nodes`.
 
     Raises:
-      TypeError: If modules of the class are not called.
+      TypeError: If `wrap` is None and the class has no `__call__`.
     """
 
     def subclass() -> type[nnx.Pytree]:
@@ -109,7 +110,7 @@ def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callab
 
 
 def unbound(fn: Callable) -> tuple[Callable, tuple[Any, ...], dict[str, Any]]:
-    """Returns a function without bound arguments, and the arguments bound to it."""
+    """Returns a function, and the positional and keyword arguments bound to it."""
     if isinstance(fn, types.MethodType):
         return fn.__func__, (fn.__self__,), {}
     if type(fn) is partial:
@@ -131,7 +132,7 @@ class _Arguments:
       graph: The structure of the objects.
       tree: The tree structure of all arguments, in which an object is a leaf.
       types: The tree as text, which tells equal values of different types apart.
-      is_node: True for each leaf of `tree` that is an object.
+      is_node: Whether each leaf of `tree` is an NNX object.
     """
 
     fn: Callable
@@ -194,7 +195,7 @@ class _Paths:
         self._others = [p for p, node in zip(paths, nodes, strict=True) if not node]
 
     def positions(self, argnums: Collection[int]) -> list[int]:
-        """Returns which arguments of `_pure` are of the user's arguments `argnums`."""
+        """Returns the positions in `_pure` of leaves of the user's `argnums`."""
         return [
             position + 2
             for position, (group, argument, *_) in enumerate(self._others)
@@ -241,7 +242,7 @@ def _value(x: Any) -> Any:
 def _check_closure(fn: Callable) -> None:
     """Raises TypeError if a function closes over a Linen module that is bound.
 
-    Variables that the function makes of it would leak out of the trace.
+    Variables that the module makes in the function would leak out of the trace.
     """
     for cell in getattr(fn, "__closure__", None) or ():
         value = cell.cell_contents
@@ -272,7 +273,10 @@ def linen_class(cls: type[nn.Module], options: Options) -> type[nn.Module]:
 
 
 def linen_module(module: nn.Module, options: Options) -> nn.Module | Callable:
-    """Returns a module with the same fields, or a function if `module` is bound."""
+    """Returns a module with the same fields that saves FP8 residuals.
+
+    If `module` is bound, a function is returned instead.
+    """
     if module.scope is not None:
         return _lifted_call(module, options)
     return linen_class(type(module), options)(**fields_of(module))

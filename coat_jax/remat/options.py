@@ -1,4 +1,4 @@
-"""The options of `fp8_remat`, checked once for all calls of what it wraps."""
+"""The options of `fp8_remat`, which are checked once, before any call."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,8 @@ from coat_jax.quantization.formats import Format
 from coat_jax.remat.trace import Residual
 from pallas_kernels.checks import positive_int
 
-# A function of a program, the paths of its arguments, and whether each is a parameter.
+# A function that returns a new program for a program. It also takes the paths of the
+# program's arguments, and whether each of them is a parameter.
 Rewrite = Callable[[core.Jaxpr, list[Any], list[bool]], core.Jaxpr]
 
 
@@ -52,7 +53,7 @@ class Options:
         return dataclasses.replace(self, rewrites=(rewrite, *self.rewrites))
 
     def _typed_key(self) -> jax.Array:
-        """Returns the key as `jax.random.key` makes it, also of a raw `PRNGKey`."""
+        """Returns the key as a typed key; a raw `jax.random.PRNGKey` is wrapped."""
         key = self.key
         if getattr(key, "dtype", None) == jnp.uint32 and jnp.ndim(key) == 1:
             with contextlib.suppress(TypeError, ValueError):  # It has another length.

@@ -1,4 +1,4 @@
-"""Functions that are traced once, and that are one call in the programs of others."""
+"""Functions that are traced once, and are one call in each program that calls them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,16 +10,17 @@ from jax.interpreters import partial_eval as pe
 
 from pallas_kernels.dispatch import operations
 
-# The programs of one function that are kept, for different types of arguments.
+# The most programs of one function, for different argument types, that are kept.
 KEPT = 64
 
 
 def outlined(fn: Callable) -> Callable:
     """Wraps `fn` so that it is traced once for each combination of argument types.
 
-    In a program it is one jitted call. The call returns neither its arguments nor one
-    result twice, because a loop would stack them once more. `fn` is called directly
-    where no program is traced. It must close over no tracers.
+    In a program the wrapped function is one jitted call. The call returns neither its
+    arguments nor the same result twice, because a loop would stack such results once
+    more. If no argument is traced into a program, `fn` is called directly. `fn` must
+    close over no tracers.
     """
     called, jitted = functools.lru_cache(maxsize=KEPT)(_called), jax.jit(fn)
 

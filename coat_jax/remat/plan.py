@@ -1,4 +1,4 @@
-"""Decides how each residual of a function is saved between its passes, and why."""
+"""Decides in which form each residual of a function is saved for the backward pass."""
 
 import dataclasses
 import math
@@ -40,14 +40,14 @@ _OF_KERNEL = "float32 statistics of a kernel"
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A residual that is saved as an FP8 copy.
+    """A way to save a residual: as an FP8 copy.
 
     Attributes:
       granularity: The groups that share a scale.
-      fused: True if XLA fuses the dequantization into every operation that reads it.
+      fused: Whether XLA fuses the dequantization into every operation that reads it.
       merged: The lengths of the last axes that the copy merges into one axis; () if
         it has the axes of the array.
-      offloaded: Whether it is kept in host memory until the backward pass, as the
+      offloaded: Whether the copy is kept in host memory until the backward pass, as the
         policy says.
     """
 
@@ -58,18 +58,18 @@ class Copy:
 
     @classmethod
     def of(cls, aval: jax.core.ShapedArray, size: int, fused: bool) -> "Copy":
-        """Returns a copy of an array, in groups of `size`."""
+        """Returns a `Copy` for arrays of a type, in groups of `size`."""
         return cls(PerGroup(size), fused, merged_axes(aval))
 
 
 @dataclasses.dataclass(frozen=True)
 class Wide:
-    """A residual that is saved unquantized, with the reason.
+    """A way to save a residual: unquantized.
 
     Attributes:
-      reason: Why it is not quantized.
-      offloaded: Whether it is kept in host memory until the backward pass, as the
-        policy says.
+      reason: Why the residual is not quantized.
+      offloaded: Whether the residual is kept in host memory until the backward pass, as
+        the policy says.
     """
 
     reason: str
@@ -97,12 +97,13 @@ class Plan:
     """The way in which each residual of a function is saved and restored.
 
     Attributes:
-      kept: One entry per residual. An index says that the residual is that argument, or
-        constant, and "recompute" that backward computes it. `Wide` and `Copy` say that
-        it is saved, as it is or as an FP8 copy.
+      kept: One entry per residual: the index in `needed` of the constant or argument
+        that the residual is, "recompute" if backward computes it, `Wide` if it is saved
+        unquantized, or `Copy` if it is saved as an FP8 copy.
       extras: The arrays that are saved in addition to residuals.
       needed: Whether the backward pass reads each constant of the forward program and
-        then each argument. They are kept by reference and take no memory of their own.
+        then each argument. Needed arrays are kept by reference and take no memory of
+        their own.
       recompute: The function that takes the constants and arguments (None if not
         needed) and the saved arrays, residuals before extras. It returns the residuals
         that `kept` marks as "recompute".
@@ -141,7 +142,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     ways: list[Any] = []
     for index, residual in enumerate(residuals):
         var = residual if isinstance(residual, core.Var) else None
-        # The codes of a weight follow from it and their scale.
+        # The codes of a weight follow from the weight and the scale, a saved number.
         is_code = is_narrow(residual.aval) and var not in numbers
         given = numbers if is_code else set()
         is_given = [*is_param, *[True] * len(given)]
@@ -172,7 +173,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
                     ways[index] = "recompute"
             elif _is_copy(ways[index]) and var in kernel.results | kernel.operands:
                 ways[index] = Wide("a kernel reads it beside statistics")
-                # A mask as numbers to add follows from booleans.
+                # A mask that is added to scores follows from booleans.
                 if (known := derivation.known.get(var)) and known.constant:
                     ways[index] = "recompute"
 
@@ -224,9 +225,9 @@ def _derive(
     options: Options,
     may_copy: Callable[[core.Var], bool],
 ) -> list[Extra]:
-    """Marks arrays that follow from other saved arrays or from extras as recomputed.
+    """Changes `ways` to "recompute" for residuals that follow from saved arrays.
 
-    Returns the extras, which are arrays that `may_copy` accepts.
+    Returns the extras, which are further arrays to save, and which `may_copy` accepts.
     """
     wide = {
         i
@@ -291,10 +292,11 @@ def _offloaded(
 
 
 def _statistics(program: core.Jaxpr) -> set[core.Var]:
-    """Returns the results of reductions of long rows, and arrays of their size.
+    """Returns statistics: results of reductions of long rows, and what follows.
 
-    An example is the mean of a token in LayerNorm. They are few, and an error of one is
-    an error of its whole row.
+    An example is the mean of a token in LayerNorm. An array that is computed from
+    statistics is one, too, if it has no more elements. An error of one element is an
+    error of the element's whole row.
     """
     sizes: dict[core.Var, int] = {}
     for eqn in program.eqns:

@@ -21,17 +21,18 @@ Policy = Callable[..., Any]
 _CHECKPOINT = "remat2"  # The name of `jax.checkpoint` in programs.
 # Batched matmuls that contract at most this many elements count as attention scores.
 _LARGEST_HEAD = 256
-# Operations of `pallas_kernels` that are shown to policies as matmuls.
+# Operations of `pallas_kernels` that are shown to policies as `dot_general`.
 _MATMULS = frozenset({"matmul", "matmul_heads"})
 
 
 def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> bool:
-    """Saves the outputs of matmuls, convolutions, kernels and barriers.
+    """Tells `jax.checkpoint` to save outputs of matmuls, kernels and barriers.
 
-    Norms, gates and other cheap operations are recomputed. Matmuls with batch axes that
-    contract 256 elements or fewer, such as attention scores, are recomputed, too. The
-    matmuls of a layer's experts contract more elements and are saved. These are the
-    residuals of COAT (arXiv 2410.19313, section 5) for matmuls that are not in FP8.
+    Convolutions count as matmuls. Norms, gates and other cheap operations are
+    recomputed. Matmuls with batch axes that contract 256 elements or fewer, such as
+    attention scores, are recomputed, too. The matmuls of a layer's experts contract
+    more elements and are saved. The saved arrays are the residuals of COAT (arXiv
+    2410.19313, section 5) for matmuls that are not in FP8.
 
     This is a policy for `jax.checkpoint` and `coat.fp8_remat`. Unlike
     `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` it saves convolutions and
@@ -82,9 +83,10 @@ def linearize_by_policy(
 
 
 def with_maxima_saved(program: core.Jaxpr) -> core.Jaxpr:
-    """Returns a program in which the policies also save the amaxes of codes.
+    """Returns a program in which policies of `jax.checkpoint` also save amaxes.
 
-    These are the policies of `jax.checkpoint`, in nested programs as well.
+    The amaxes give the scales of FP8 codes. Policies in nested programs are replaced,
+    too.
     """
     eqns = []
     for eqn in program.eqns:
@@ -117,7 +119,7 @@ def _saved_on_device(policy: Policy) -> Policy:
 
     def decide(*args: Any, **params: Any) -> Any:
         decision = policy(*args, **params)
-        _leaves_device(decision)  # Refuses what no pass could do.
+        _leaves_device(decision)  # Raises an error for unsupported kinds of memory.
         return True if versions.is_offload(decision) else decision
 
     return decide
@@ -127,15 +129,15 @@ def _saving_maxima(policy: Policy | None) -> Policy | None:
     """Returns a policy that also saves the amaxes from which scales are computed.
 
     Codes that a policy saves, and products of codes, have the scales of the forward
-    pass. The amax of a copy may have another one: scales are powers of two, and
-    rounding moves an amax across their bounds. If nothing is saved, codes are computed
-    with the scales of the copies.
+    pass. The amax of an FP8 copy may give another scale: scales are powers of two, and
+    rounding can move an amax across a power of two. A policy that saves nothing is
+    returned as it is: then all codes are computed with the scales of the copies.
     """
     if policy in (None, jax.checkpoint_policies.nothing_saveable):
         return policy
 
     def decide(primitive: core.Primitive, /, *types: Any, **params: Any) -> Any:
-        # Maxima compare the bits of numbers, and there are few of them.
+        # Amaxes are computed by comparing the bits of numbers, as integers.
         if primitive.name == "reduce_max" and types[0].dtype == jnp.uint32:
             return True
         if placement.operation_of(params) == "maxima":
@@ -156,16 +158,17 @@ def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:
 def _asked(
     policy: Policy, primitive: core.Primitive, /, *types: Any, **params: Any
 ) -> Any:
-    """Returns a policy's decision for an operation, in terms that users know.
+    """Returns a policy's decision for an operation, shown as a primitive of `jax.lax`.
 
-    Kernels of matmuls are shown to it as `dot_general`, with a transposed second
-    operand, and what `coat_jax.fusion.gathers` puts in place of `gather` as `gather`.
+    Kernels of matmuls are shown to the policy as `dot_general` with a transposed second
+    operand, and the `rows_p` of `coat_jax.fusion.gathers` is shown as `gather`.
     """
     if primitive is rows_p:
         return policy(lax.gather_p, *types, **params)
     if placement.operation_of(params) not in _MATMULS or not _are_rows(types):
         return policy(primitive, *types, **params)
-    # The axis that is summed over is the last one of both, or in parts the last two.
+    # Both operands are contracted over the last axis, or over several last axes of the
+    # second operand that are together as long.
     depth = types[0].shape[-1]
     lhs, rhs = (t.update(shape=(t.size // depth, depth)) for t in types[:2])
     return policy(
@@ -180,7 +183,7 @@ def _asked(
 
 
 def _are_rows(types: Sequence[Any]) -> bool:
-    """Returns whether the first two arrays have rows of one length."""
+    """Returns whether the first two arrays can be reshaped to rows of one length."""
     return (
         len(types) >= 2
         and min(t.ndim for t in types[:2]) >= 2
@@ -205,8 +208,8 @@ def _leaves_device(decision: Any) -> bool:
     An array that is offloaded to "device" is saved there.
 
     Raises:
-      ValueError: If it names another kind of memory, for which `jax.checkpoint` leaves
-        arrays on the device without a word.
+      ValueError: If the decision names another kind of memory. `jax.checkpoint` would
+        leave arrays on the device without an error.
     """
     if not versions.is_offload(decision):
         return False

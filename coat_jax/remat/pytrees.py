@@ -20,7 +20,7 @@ from coat_jax.remat.vjp import is_array
 
 
 def is_pytree_module(x: Any) -> bool:
-    """Returns whether an object is a callable pytree with arrays, not of Flax."""
+    """Returns whether an object is a callable pytree with arrays, and not from Flax."""
     if isinstance(x, type | nnx.Pytree | nn.Module) or not callable(x):
         return False
     return is_pytree(x) and has_arrays(x)
@@ -44,12 +44,13 @@ def is_pytree(x: Any) -> bool:
 def pytree_module(module: Any, options: Options, wrap: Wrap | None = None) -> Any:
     """Returns a callable pytree of the same leaves that saves FP8 residuals.
 
-    It is an object of a subclass. All arrays of the module are parameters.
+    The result is an object of a subclass. All arrays of the module are parameters.
 
     Args:
       module: A callable pytree with arrays.
       options: The options of `fp8_remat`.
-      wrap: Wraps all methods that users call. By default `over_nodes` wraps `__call__`.
+      wrap: The function that wraps all methods that users may call. By default only
+        `__call__` is wrapped, by `over_nodes`.
 
     Raises:
       TypeError: If an object of a subclass cannot be made.
@@ -74,7 +75,7 @@ def pytree_module(module: Any, options: Options, wrap: Wrap | None = None) -> An
 
 
 def _partial(module: jax.tree_util.Partial, options: Options) -> jax.tree_util.Partial:
-    """Wraps a function with bound arguments, all of which are parameters."""
+    """Applies `fp8_remat` to a `Partial`; all bound arguments are parameters."""
     fn = module.func
 
     @wraps(fn)
@@ -103,7 +104,7 @@ def _unpickled(
 
 
 def recast(x: Any, cls: type) -> Any:
-    """Returns an object of another class with the same attributes."""
+    """Returns an object of class `cls` with the attributes of `x`."""
     return _new(cls, attributes_of(x))
 
 

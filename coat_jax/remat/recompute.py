@@ -1,9 +1,9 @@
 """Finds the arrays that can be recomputed from saved arrays by cheap operations.
 
 An array *follows* from others if elementwise operations and changes of layout compute
-it from them alone. The backward pass recomputes such arrays instead of reading saved
-ones. It does so from FP8 copies, too, where the results' errors stay as small as the
-copies'; see `coat_jax.remat.errors`.
+it from them alone. The backward pass recomputes such arrays, so that they need not be
+saved. It recomputes from FP8 copies, too, where errors of the results stay as small as
+errors of the copies; see `coat_jax.remat.errors`.
 """
 
 from collections import defaultdict
@@ -30,8 +30,8 @@ class Derivation:
     """The arrays of a program that follow from its saved arrays.
 
     Attributes:
-      known: The arrays that follow, each with the number of operations it takes and
-        the copies that it is computed from.
+      known: The arrays that follow. The entry of an array says, for example, how many
+        operations compute it, and from which copies.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class Derivation:
         Args:
           program: A program with its calls inlined, without constants.
           constants: Parameters, and arrays that are recomputed from parameters.
-          statistics: The results of reductions of rows, and what follows in their size.
+          statistics: The results of reductions of rows, and arrays of the same size
+            that are computed from them.
           group: The number of elements of a copy's group, which slices must not cut.
         """
         self._makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
@@ -74,8 +75,8 @@ class Derivation:
     def keep(self, arrays: Iterable[core.Var]) -> set[core.Var]:
         """Adds arrays that are kept unquantized, and the arrays that follow.
 
-        Returns the arrays that must be saved. An array that is another one moved or
-        converted need not be.
+        Returns the arrays that must be saved. An array need not be saved if it is only
+        another saved array, moved or converted.
         """
         saved = set()
         for var in sorted(arrays, key=self._order.__getitem__):
@@ -119,7 +120,11 @@ class Derivation:
     def _use(
         self, missing: Iterable[core.Var], candidate: tuple[core.Var, dict]
     ) -> tuple[int, int, bool]:
-        """Returns a copy's rating: elements saved, arrays replaced, and precision."""
+        """Returns a rating of a candidate for a copy; the largest one is the best.
+
+        The rating has the number of elements that need not be saved, the number of
+        arrays that the copy replaces, and whether they are precise.
+        """
         source, following = candidate
         sizes = [size_of(var.aval) for var in missing if var in following]
         maker = self._makers.get(source)
@@ -155,7 +160,7 @@ class Derivation:
 
         Args:
           var: An array that would be saved.
-          provenance: The entry of `var` itself.
+          provenance: The entry of `var` for `known`.
 
         Returns:
           The new arrays, `var` among them, each with its entry for `known`.
@@ -178,7 +183,7 @@ class Derivation:
 
         Args:
           eqn: The operation.
-          position: The index of the result among the operation's.
+          position: The index of the result among the operation's results.
           following: Arrays that count as known in addition to `known`.
         """
         if not is_cheap(eqn):

@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import operations
 
 @dataclasses.dataclass(frozen=True)
 class ResidualReport:
-    """The arrays that `jax.vjp` saves of a function; prints as a table.
+    """A list of the arrays that `jax.vjp` saves for a function; prints as a table.
 
     Attributes:
       rows: One entry per saved array, the largest first, arguments last.
@@ -47,9 +47,10 @@ class MemoryReport:
       argument_bytes: The size of the arguments.
       output_bytes: The size of the outputs and of the gradients of all arguments.
       temp_bytes: The peak size of all temporary arrays.
-      peak_bytes: The sum of the three, minus what arguments and outputs share.
-      residual_bytes: The size of what autodiff saves between the passes, before XLA
-        fuses operations.
+      peak_bytes: The sum of these three sizes, minus the memory that outputs share with
+        arguments.
+      residual_bytes: The size of the arrays that autodiff saves for the backward pass,
+        before XLA fuses operations.
     """
 
     argument_bytes: int
@@ -100,9 +101,10 @@ def residual_report(
 def _positional(
     fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable, tuple[Any, ...]]:
-    """Returns a call with keywords as a function of positional arguments, and these.
+    """Returns a function without keyword arguments, and its arguments for this call.
 
-    Floating arrays among the keyword arguments are the last argument.
+    If there are keyword arguments, the floating arrays among them become the last
+    argument, a list.
     """
     if not kwargs:
         return fn, args
@@ -124,8 +126,9 @@ def _positional(
 def _origin(jaxpr: core.Jaxpr, var: core.Var) -> tuple[Any, ...]:
     """Returns a key that is equal for variables with the same values.
 
-    It has the operations that contain the values' origin, such as loops, from the
-    outside in, and then the variable there, before constraints of its sharding.
+    The key ends with the variable that the values come from, before any constraints of
+    its sharding. If operations such as loops contain this variable, these operations
+    come before the variable in the key, the outermost first.
     """
     eqn = maker_of(jaxpr, var)
     if eqn is None:
@@ -176,7 +179,7 @@ def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryRe
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Returns the device bytes that a compiled program needs, with its arguments."""
+    """Returns the bytes on the device of a compiled program and its arguments."""
     stats = compiled.memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes
     return total + stats.temp_size_in_bytes - stats.alias_size_in_bytes

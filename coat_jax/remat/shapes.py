@@ -1,4 +1,4 @@
-"""Shapes and dtypes of arrays that FP8 copies can have, and their groups."""
+"""Decides which arrays can have FP8 copies, and in which groups they are quantized."""
 
 import math
 
@@ -9,11 +9,11 @@ from coat_jax.programs.primitives import size_of
 
 # Quantizing a smaller residual saves too few bytes to pay for two more operations.
 _MIN_SIZE = 4096
-# Scales of shorter rows take too many bytes. Then axes before the last one are merged
-# with it, except the first axis. Rows of one element are statistics.
+# Scales of shorter rows would take too many bytes. For such rows the last axis is
+# merged with axes before it, except the first axis. Rows of one element are statistics.
 _MIN_ROW_BYTES = 16
 MIN_STATISTIC = 16  # The fewest elements of a row that has statistics.
-_MERGED = 16  # The least length of an axis that several axes are merged to.
+_MERGED = 16  # The least length of an axis that several axes are merged into.
 # Arrays that only matmuls read get groups of up to `_MAX_GROUP` elements. A longer row
 # must then be a multiple of `_SHARES` groups, so that devices can share it without
 # cutting a group.

@@ -1,8 +1,9 @@
 """Applies `fp8_remat` within each `shard_map` of a function.
 
-JAX differentiates a `shard_map` as one operation, which saves whatever its program
-saves. So the program on a device's parts gets a backward pass that reads FP8 residuals
-itself. The function around it saves these codes as they are.
+JAX differentiates a `shard_map` as one operation, which saves whatever the program
+within it saves. So this program, which runs on a device's shards, gets a backward pass
+that reads FP8 residuals. The function around the `shard_map` saves these residuals as
+they are.
 """
 
 import dataclasses
@@ -21,9 +22,10 @@ from coat_jax.remat.vjp import fp8_function
 def with_shard_maps(options: Options) -> Options:
     """Returns options that apply within each `shard_map` of a function, too.
 
-    With a key for stochastic rounding they do not, because devices would round alike,
-    nor with `where`, which selects whole arrays and not a device's parts. A policy of
-    `jax.checkpoint` sees what is within a `shard_map` anyway.
+    The options are returned unchanged if they have a key for stochastic rounding,
+    because all devices would draw the same random bits, or `where`, which selects whole
+    arrays and not shards. They are unchanged with a policy of `jax.checkpoint`, too,
+    because it is asked about operations within a `shard_map` anyway.
     """
     if any(x is not None for x in (options.key, options.where, options.policy)):
         return options
@@ -36,7 +38,7 @@ class _WithinShardMaps:
     """The rewrite of a program that applies `fp8_remat` within `shard_map`.
 
     Attributes:
-      options: The options there.
+      options: The options of `fp8_remat` within each `shard_map`.
     """
 
     options: Options

@@ -1,4 +1,4 @@
-"""Finds what parts of a program follow from, and whether they may be computed again."""
+"""Finds the inputs of parts of a program, and parts that may be computed again."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -46,7 +46,8 @@ def restricted(
 def computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
     """Returns the variables that depend on an input that is not a parameter.
 
-    Results of loops are left out, because some may depend on parameters alone.
+    Results of loops and calls are left out, because some of these results may depend on
+    parameters alone.
     """
     dependent = {v for v, p in zip(program.invars, is_param, strict=True) if not p}
     for eqn in program.eqns:
@@ -59,7 +60,12 @@ def computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var
 def follows_cheaply(
     restricted: tuple[core.Jaxpr, list[bool]], is_given: Sequence[bool]
 ) -> bool:
-    """Returns whether a program reads only given inputs and does no costly work."""
+    """Returns whether a program reads only given inputs and does no costly work.
+
+    Args:
+      restricted: The program, with whether it uses each input, as from `restricted`.
+      is_given: True for each input that is given.
+    """
     program, used = restricted
     from_given = all(g for g, u in zip(is_given, used, strict=True) if u)
     return from_given and not any(map(does_work, all_eqns(program.eqns)))
@@ -68,10 +74,12 @@ def follows_cheaply(
 def masks(
     program: core.Jaxpr, residuals: Sequence[Any], is_param: Sequence[bool]
 ) -> set[int]:
-    """Returns which residuals are integers that backward makes of integers again.
+    """Returns the indices of integer residuals that backward computes again.
 
-    They follow from integer arguments, and parameters, without indices. Such arguments
-    then live until the backward pass, so they must take no more bytes than the masks.
+    These are arrays of integers or booleans, such as masks. Cheap operations,
+    reductions and `iota` compute them from integer arguments and parameters. The
+    arguments then live until the backward pass, so they must not take more bytes than
+    the residuals.
 
     Args:
       program: The forward program.

@@ -28,8 +28,8 @@ from coat_jax.quantization import array, formats
 from coat_jax.remat.notes import Note
 from pallas_kernels.dispatch import placement
 
-# Files of stack frames that show how an operation was traced, not which user code it
-# is.
+# Files with code that is not the user's. Stack frames in these files show how an
+# operation was traced.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _NOT_USERS = (
     os.path.dirname(jax.__file__) + os.sep,
@@ -56,8 +56,8 @@ class Residual:
       shape: The shape of the array.
       dtype: The dtype of the array.
       nbytes: The size in bytes.
-      is_argument: True if the array is an argument or a constant of the function. It
-        exists anyway, so saving it costs nothing.
+      is_argument: Whether the array is an argument or a constant of the function. In
+        this case the array exists anyway, so saving it costs nothing.
       asked_by: The operation that the array is saved for.
       name: The name that `jax.ad_checkpoint.checkpoint_name` gave it, if any.
       kept: The note of `fp8_remat`: the format, or why the array is unquantized. Empty
@@ -112,7 +112,9 @@ class Linearized:
     def readers(self, index: int, *, cut: bool = True) -> list[core.JaxprEqn]:
         """Returns the operations of the backward program that read residual `index`.
 
-        With `cut` the readers of a slice are returned in place of the slice.
+        Operations that only move or convert elements do not count as readers. Their
+        own readers are returned in their place. With `cut` this is done for slices,
+        too.
         """
 
         def through(eqn: core.JaxprEqn) -> bool:
@@ -140,7 +142,7 @@ class Linearized:
         return not isinstance(var, core.Var) or var in (*jaxpr.invars, *jaxpr.constvars)
 
     def note(self, index: int) -> Note | None:
-        """Returns the note of `fp8_remat` on residual `index`, if it saved it."""
+        """Returns the note that `fp8_remat` left on residual `index`, or None."""
         for eqn in _producers(self.forward.jaxpr, self.residuals[index]):
             if note := Note.within(str(eqn.source_info.name_stack)):
                 return note
@@ -175,7 +177,7 @@ class Linearized:
         )
 
     def source_dtype(self, var: core.Var) -> jnp.dtype:
-        """Returns the dtype of `var` before lossless casts, such as from bfloat16."""
+        """Returns the dtype of `var` before a cast from bfloat16, if there was one."""
         for eqn in _producers(self.forward.jaxpr, var):
             dtype = eqn.invars[0].aval.dtype if eqn.invars else None
             if eqn.primitive.name == "convert_element_type" and dtype == jnp.bfloat16:
@@ -230,7 +232,7 @@ def linearize(fn: Callable, *args: Any, constants: int = 0) -> Linearized:
     def backward(leaves, cotangents):
         return _gradients(jax.tree.unflatten(vjp_tree, leaves), out, cotangents)
 
-    # Only the types carry what shard_map knows about the values.
+    # Only the types say over which mesh axes of a `shard_map` the values vary.
     types = forward.out_avals
     cotangents = [t for t in types[: len(outputs)] if _is_inexact(t)]
     return Linearized(
@@ -282,7 +284,8 @@ def _place(path: Sequence[core.JaxprEqn]) -> str | None:
 
     Each operation of `path` contains the next. Operations of a backward pass have the
     line where their function was called. A jitted function is traced once for all its
-    calls, so its operations have the line of the first call. Such lines are ignored.
+    calls, so its operations have the line of the first call. Lines of other calls than
+    the call in `path` are ignored.
     """
     user_frames: list[tuple[str, str, int]] = []
     for eqn in path:
@@ -379,7 +382,8 @@ def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
 def _inside(eqn: core.JaxprEqn, position: int) -> Iterator[tuple[core.Jaxpr, core.Var]]:
     """Yields the programs that an operation runs, such as the branches of a cond.
 
-    Each comes with its input variable for the operand at `position`.
+    Each program comes with its input variable for the operand at `position`. Loops by
+    `while` are left out.
     """
     if eqn.primitive.name == "while":
         return

@@ -29,7 +29,7 @@ from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import versions
 from pallas_kernels.dispatch import array_types, operations
 
-_CALLS = 256  # The calls of which programs are kept.
+_CALLS = 256  # The most calls with programs that are kept.
 
 
 Path = tuple[Any, ...]
@@ -43,8 +43,8 @@ def fp8_function(
 ) -> Callable:
     """Applies `fp8_remat` to a function; arguments that are not arrays are static.
 
-    `path_of` gives the path of an argument that rewrites see, instead of the
-    path among the arguments of `fn`.
+    `path_of` returns the path that rewrites see for a path in the arguments of `fn`.
+    By default both are the same.
     """
     # The key is an argument: functions that JAX keeps must not hold its tracer.
     keyless = dataclasses.replace(options, key=None)
@@ -80,7 +80,7 @@ class _Call:
       fn: The function.
       arguments: Its positional arguments and its keyword arguments.
       tree: The tree structure of `arguments`.
-      is_array: True for each leaf of `arguments` that is an array.
+      is_array: Whether each leaf of `arguments` is an array.
       static: The leaves that are not arrays.
       params: The positions of the arguments that are parameters.
       path_of: A function from a path in `arguments` to the path that a rewrite sees.
@@ -119,7 +119,7 @@ class _Call:
 
 
 def _known(call: _Call, options: Options) -> "_Programs | None":
-    """Returns the programs that calls with this call's fingerprint share.
+    """Returns the programs that all calls with the fingerprint of `call` share.
 
     None means that the call has no fingerprint, or an option that is not hashable.
     """
@@ -153,10 +153,10 @@ def _flat_function() -> Callable:
 
 
 class _Programs:
-    """A call with a backward pass that reads FP8 residuals.
+    """The programs of a call, with a backward pass that reads FP8 residuals.
 
-    Calls with the same fingerprint share an object of this class, which keeps their
-    programs. It keeps neither functions nor arrays.
+    Calls with the same fingerprint share an object of this class. The object keeps
+    their programs, but neither functions nor arrays.
     """
 
     def __init__(self, options: Options, keeps: bool):
@@ -199,7 +199,10 @@ class _Programs:
         return jaxpr, jax.tree.structure(out)
 
     def _differentiable(self, jaxpr: core.ClosedJaxpr) -> Callable:
-        """Returns a program as a function of a key, its constants and arrays."""
+        """Returns a program as a function of a key, constants and arguments.
+
+        The function has a backward pass that reads FP8 residuals.
+        """
         program, options = jaxpr.jaxpr, self._options
         paths, is_param = _current.get().arrays()
         for rewrite in options.rewrites:
@@ -235,11 +238,11 @@ def _with_fp8_residuals(
     constants: int,
     outline: Callable[[Callable], Callable],
 ) -> Callable:
-    """Returns `fn`, a function to a list of arrays, with FP8 residuals.
+    """Returns `fn`, which returns a list of arrays, with FP8 residuals.
 
     The first argument of the result is the key of stochastic rounding, or None. The
     arguments of `fn` follow; the first `constants` of them have no gradients. `outline`
-    wraps both passes.
+    wraps the functions of the forward and the backward pass.
     """
 
     def linearized(args):
@@ -337,7 +340,7 @@ def _save(
     key: jax.Array | None,
     options: Options,
 ) -> Any:
-    """Returns what is saved for `x`: residual `index`, or an extra array for it.
+    """Returns what is saved for `x`, which is residual `index` or an extra for it.
 
     `number` differs for every saved array, so that each has its own random bits.
     """
@@ -377,19 +380,20 @@ def _fp8_copy(
 
 
 def _placed(x: jax.Array, way: Copy | Wide) -> jax.Array:
-    """Returns an array on the host if it is offloaded, and unchanged otherwise."""
+    """Returns `x`, moved to the host if `way` says that it is offloaded."""
     return jax.device_put(x, jax.memory.Space.Host) if way.offloaded else x
 
 
 def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
     """Makes `saved` available only after `cotangents`, by an optimization barrier.
 
-    Without it XLA may dequantize the copies of all layers before backward starts.
+    Without the barrier XLA may dequantize the copies of all layers before backward
+    starts.
     """
     leaves, tree = jax.tree.flatten((saved, cotangents))
     return jax.tree.unflatten(tree, lax.optimization_barrier(leaves))
 
 
 def _with_bits(q: QuantizedArray) -> QuantizedArray:
-    """Returns `q` with its scales as integers, or with such integers as scales."""
+    """Returns `q` with its scales bitcast to integers, or integers to scales."""
     return dataclasses.replace(q, scale=scales_as_bits(q.scale))
