@@ -1,4 +1,4 @@
-"""Attention with the fastest implementation, and its saved residuals."""
+"""Softmax attention by the fastest implementation, and the residuals that it saves."""
 
 import dataclasses
 import functools
@@ -26,11 +26,12 @@ class Scores:
     Attributes:
       scale: The factor on products; None means 1 / sqrt(d).
       softcap: The bound of scores; None means no bound.
-      window: The number of positions that a local layer attends to, the query's own one
-        included; None means all.
+      window: The number of positions that a query of a local layer attends to, its own
+        one included; None means all.
 
     Raises:
-      ValueError: If a number is not positive, or the window not whole.
+      ValueError: If a number is not positive and finite, or the window is not an
+        integer.
     """
 
     scale: float | None = None
@@ -41,7 +42,7 @@ class Scores:
         if self.window is not None:
             try:
                 operator.index(self.window)
-            except TypeError as error:  # A traced number raises it, too.
+            except TypeError as error:  # A tracer raises TypeError, too.
                 raise ValueError(
                     f"window must be a whole number, got {self.window!r}"
                 ) from error
@@ -69,29 +70,31 @@ def attention(
 
     The score of a query and a key is `x = scale * q @ k`, or
     `softcap * tanh(x / softcap)` with a soft cap, as in Gemma 2. The output is
-    `softmax(scores) @ v` over the keys that count. It is what
-    `jax.nn.dot_product_attention` computes, which has no soft caps, and which reads a
-    mask [b, 1, s, s] where several documents are packed into a sequence. On Hopper GPUs
-    `pallas_kernels.attention` runs where cuDNN's attention would need either, and for
-    heads of 256. Both save q, k, v, the output, and a number for each query and head;
-    XLA's attention, which runs elsewhere, computes the probabilities again in backward.
+    `softmax(scores) @ v` over the keys that are not masked.
+
+    `jax.nn.dot_product_attention` computes the same without soft caps, and needs a mask
+    [b, 1, s, s] if several documents are packed into a sequence. On Hopper GPUs
+    `pallas_kernels.attention` runs for soft caps, for several documents, and for heads
+    of 256; otherwise cuDNN's attention runs on GPUs. Both save q, k, v, the output, and
+    a number for each query and head. XLA's attention, which runs elsewhere, computes
+    the probabilities again in backward.
 
     Args:
       q: Queries.
-      k: Keys; m divides n, and each of them serves n / m heads in turn.
+      k: Keys; m divides n, and each key head serves n / m consecutive query heads.
       v: Values.
       scale: The factor on products; None means 1 / sqrt(d).
       softcap: The bound of scores; None means no bound.
       causal: Whether later positions are masked.
       window: The number of positions that a query attends to, its own one included;
-        None means all. It needs `causal`.
+        None means all. A window needs `causal`.
       segment_ids: The number of each position's document. Positions attend only to
-        their own one; None means that a sequence is one document.
+        their own document; None means that a sequence is one document.
 
     Raises:
       ValueError: If shapes do not match, queries, keys and values do not have one
-        floating dtype, segment ids are no integers, a number is not positive, the
-        window is not whole, or `window` is given and `causal` is not.
+        floating dtype, segment ids are not integers, a number is not positive, the
+        window is not an integer, or `window` is given and `causal` is false.
 
     Examples:
       >>> import coat_jax as coat
@@ -125,29 +128,31 @@ def causal_attention(
 ) -> Float[Array, "b s n d"]:
     """Computes softmax attention of each position to itself and earlier positions.
 
-    The output is `softmax(q @ k.T / sqrt(d)) @ v` for each head, with later positions
-    masked. cuDNN's flash attention runs where it can: on GPUs, for heads and dtypes
-    that it supports. It saves q, k, v, the output, and one softmax statistic per query
-    and head. On Hopper GPUs `pallas_kernels.attention` runs for soft caps, heads of
-    256, segments, and windows with `local`, and saves the same. XLA's attention runs
-    elsewhere. It saves q, k, v and recomputes the probabilities.
+    The output is `softmax(scores) @ v` for each head, with later positions masked; see
+    `Scores`. By default the scores are `q @ k.T / sqrt(d)`. cuDNN's flash attention
+    runs where it can: on GPUs, for heads and dtypes that it supports. It saves q, k, v,
+    the output, and one softmax statistic per query and head. On Hopper GPUs
+    `pallas_kernels.attention` runs for soft caps, heads of 256, segments, and windows
+    with `local`, and saves the same. XLA's attention runs elsewhere. It saves q, k, v
+    and recomputes the probabilities.
 
-    With `segment_ids` positions attend only to positions of their own segment.
-    `pallas_kernels.attention` skips what lies outside of segments and windows. The
-    other implementations then read a mask [b, 1, s, s], which cuDNN takes as numbers to
-    add, and compute the parts that are masked. A window is a mask [1, 1, s, s] of this
-    kind if `local` is given or there are segments. Else cuDNN's attention skips what
-    lies outside of it. No sequence that fits into the window has a mask.
+    With `segment_ids`, positions attend only to positions of their own segment.
+    `pallas_kernels.attention` skips all scores outside of segments and windows. The
+    other implementations read masks, and compute masked scores as well: a mask
+    [b, 1, s, s] for segments, and a mask [1, 1, s, s] for a window with `local`. cuDNN
+    takes masks as numbers to add. A window without `local` and segments needs no mask,
+    and neither does a window that is at least as long as the sequence.
 
     Args:
       q: Queries.
       k: Keys; the number of key heads divides the number of query heads.
       v: Values.
-      kept: Copies of q, k and v, which are saved in their place. They get no gradients.
+      kept: Copies of q, k and v that are saved for backward in their place, or (). The
+        copies get no gradients.
       segment_ids: The number of each position's document, in packed sequences; None
         means that a sequence is one document.
       scores: The scale, soft cap and window of scores.
-      local: Whether the window counts; None means that it does.
+      local: Whether the window applies; None means that it does.
     """
     return _attention(q, k, v, kept, (segment_ids, local), scores=scores)
 
@@ -157,7 +162,7 @@ def full_attention(
 ) -> Float[Array, "b s n d"]:
     """Computes softmax attention of each position to all positions.
 
-    The implementation and what it saves are those of `causal_attention`.
+    The choice of the implementation and the residuals are as in `causal_attention`.
     """
     return _attention(q, k, v, causal=False)
 
@@ -179,9 +184,9 @@ def cached_attention(
       keys: The keys of all positions.
       values: The values of all positions.
       position: The position of the queries.
-      visible: The positions that may be attended to at all.
+      visible: True for each position of the cache that may be attended to.
       scores: The scale, soft cap and window of scores.
-      local: Whether the window counts; None means that it does.
+      local: Whether the window applies; None means that it does.
     """
     mask = visible[:, None, None]
     if scores.window is not None:
@@ -194,7 +199,7 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
     if scores.window is not None and scores.window >= q.shape[1]:
         scores, masks = dataclasses.replace(scores, window=None), (masks[0], None)
     in_cudnn = has_flash_attention(q) and scores.softcap is None
-    # cuDNN's attention computes all that a mask hides.
+    # cuDNN's attention also computes the scores that a mask hides.
     if devices.has_hopper() and not (in_cudnn and _skips(scores, *masks)):
         options = {"scale": scores.scale, "softcap": scores.softcap, "causal": causal}
         ranges = _ranges(q.shape[1], scores, *masks)
@@ -230,7 +235,7 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
 
 
 def _skips(scores: Scores, segment_ids: Array | None, local: Array | None) -> bool:
-    """Returns whether cuDNN's attention skips all scores that do not count."""
+    """Returns whether cuDNN's attention skips all masked scores."""
     return segment_ids is None and (scores.window is None or local is None)
 
 
@@ -246,7 +251,7 @@ def _ranges(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_kernel(options, q, k, v, copies, ranges):
-    """Runs the library's kernel; its backward pass reads `copies`, if there are any."""
+    """Runs the library's kernel; backward reads `copies` of q, k and v if given."""
     return pallas_kernels.attention(q, k, v, **dict(options), **ranges)[0]
 
 
@@ -265,7 +270,7 @@ _in_kernel.defvjp(_in_kernel_fwd, _in_kernel_bwd)
 
 
 def _masked_attention(q, k, v, mask, scores):
-    """Computes attention where `mask` is true, if there is one, with XLA."""
+    """Computes attention with XLA, to the keys where `mask` is true; None means all."""
     if scores.softcap is None:
         return jax.nn.dot_product_attention(
             q, k, v, mask=mask, scale=scores.scale, implementation="xla"
@@ -289,16 +294,16 @@ def _ignoring_masks(q, k, v, masks):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _saving(run, q, k, v, kept, masks):
-    """Runs attention, whose backward pass reads the copies `kept` of q, k and v."""
+    """Runs attention; backward reads the copies `kept` of q, k and v if given."""
     return run(q, k, v, masks)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Empty:
-    """The place of an array without elements, as cuDNN's attention saves one.
+    """A placeholder for an array without elements, such as cuDNN's attention saves.
 
-    JAX 0.11 cannot return such an array from `shard_map`: XLA's process dies.
+    JAX 0.11 cannot return such an array from `shard_map`: the process crashes in XLA.
     """
 
     shape: tuple[int, ...]
@@ -338,10 +343,10 @@ def _mask(
     segment_ids: Array | None,
     local: Array | None,
 ) -> Bool[Array, "#b 1 s s"] | None:
-    """Returns which keys count, or None if attention itself can tell.
+    """Returns a mask of the keys to attend to, or None if no mask is needed.
 
-    Attention can tell later positions and a window, but not in addition to a mask, and
-    with a soft cap it is given all.
+    `jax.nn.dot_product_attention` masks later positions itself, and a window if there
+    is no other mask. With a soft cap the mask also covers later positions.
     """
     masks = [] if segment_ids is None else [_same_segment(segment_ids)]
     distance = jnp.arange(length)[:, None] - jnp.arange(length)

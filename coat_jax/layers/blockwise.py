@@ -1,9 +1,9 @@
 """FP8 matmuls with a scale for each block of 128 x 128 or 1 x 128 elements.
 
-The scales are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3): in each of the
-three matmuls of a linear layer the first operand has a scale for every 1 x 128 elements
-along the contracted axis, and the second one for every 128 x 128 elements. All codes
-are E4M3, also for gradients. Axes are padded with zeros to multiples of 128.
+The scales follow DeepSeek-V3 (arXiv 2412.19437, section 3.3): in each of the three
+matmuls of a linear layer the first operand has a scale for every 1 x 128 elements along
+the contracted axis, and the second operand has one for every 128 x 128 elements. All
+codes are E4M3, also for gradients. Axes are padded with zeros to multiples of 128.
 """
 
 from typing import Any
@@ -27,8 +27,8 @@ def linear(
 ) -> Float[Array, "..."]:
     """Computes `x @ w.T` in FP8 with scales of blocks, in the dtype of `x`.
 
-    Saves `x` itself, so it is for use within `fp8_remat`, which saves it in FP8 or
-    recomputes it. Gradients have the dtypes of `x` and `w`.
+    Backward needs `x` itself, so use `linear` within `fp8_remat`, which saves `x` in
+    FP8 or recomputes it. Gradients have the dtypes of `x` and `w`.
 
     Args:
       x: Activations, bfloat16 or float32.
@@ -63,7 +63,7 @@ def _linear_fwd(x, w):
 @array_types.on_common_mesh
 def _linear_bwd(residuals, dy):
     x, w = residuals
-    # Columns of dy are contracted with w, and its tokens with those of x.
+    # One matmul contracts the columns of dy with w, the other its tokens with x.
     by_columns, by_tokens = _quantized(dy, row="1x128", transposed="1x128")
     _, weights = _quantized(w, transposed="128x128")
     _, inputs = _quantized(x, transposed="128x128")
@@ -76,7 +76,7 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 def _quantized(x: Float[Array, "r c"], **blocks: Block) -> Any:
-    """Quantizes an array, its transpose or both, padded; see `quantize_blocks`."""
+    """Pads an array, and quantizes it, its transpose or both; see `quantize_blocks`."""
     return kernels.quantize_blocks(_padded(x), **blocks)
 
 

@@ -1,11 +1,12 @@
 """Context parallelism: sequences that are split over the devices of a mesh.
 
-All that a layer does is done for each token by itself, but for RoPE, which needs its
-position, and attention, which needs all keys. So each part of a sequence becomes a row
-of the batch, and only these two know of it. Around attention devices exchange: before
-it has all heads of s / p positions, during it all s positions of n / p heads, and after
-it all heads again (all-to-all; DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1).
-Attention thus runs as on one device, with any mask.
+A layer treats each token by itself, except in RoPE, which needs the token's position,
+and in attention, which needs all keys. So each part of a sequence becomes a row of the
+batch, and only RoPE and attention take the split into account. Before attention each
+device has all heads of s / p positions. For attention devices exchange arrays, so that
+each has all s positions of n / p heads, and afterwards they exchange back (all-to-all;
+DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1). Attention thus runs as on one device,
+with any mask.
 """
 
 import dataclasses
@@ -32,10 +33,10 @@ class ContextParallel:
       mesh: The mesh, with automatic or explicit axes.
       axis: The mesh axis that splits sequences into p parts.
       batch_axes: The mesh axes that split the batch.
-      head_axes: The mesh axes that split heads already, as in tensor parallelism.
+      head_axes: Other mesh axes that split heads, as in tensor parallelism.
 
     Raises:
-      ValueError: If the mesh has no such axes, or an axis is named twice.
+      ValueError: If the mesh lacks a named axis, or an axis is named twice.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -74,7 +75,7 @@ class ContextParallel:
         return (*axis_names(self.batch_axes), self.axis)
 
     def check(self, num_heads: int) -> None:
-        """Raises ValueError unless devices can share the heads of attention."""
+        """Raises ValueError unless the heads can be split evenly over the devices."""
         parts = self.parts * self._size(self.head_axes)
         if num_heads % parts:
             axes = ", ".join((*axis_names(self.head_axes), self.axis))
@@ -86,12 +87,13 @@ class ContextParallel:
             )
 
     def enter(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "rows length ..."]:
-        """Returns each of a sequence's p parts as a row, [b * p, s / p, ...].
+        """Splits each sequence into p rows of the batch, [b * p, s / p, ...].
 
-        Rows are in the order of devices, so that nothing moves if sequences are split.
+        Rows are in the order of devices, so that no data moves if the devices already
+        have these parts.
 
         Raises:
-          ValueError: If the mesh does not divide b or s.
+          ValueError: If b or s cannot be split evenly over the mesh.
         """
         b, s, *features = x.shape
         batch = self._size(self.batch_axes)
@@ -109,7 +111,7 @@ class ContextParallel:
         return self._placed(rows, x, self.row_axes)
 
     def leave(self, x: Shaped[Array, "rows length ..."]) -> Shaped[Array, "b s ..."]:
-        """Returns sequences from their rows: the inverse of `enter`."""
+        """Joins the rows of each sequence: the inverse of `enter`."""
 
         def sequences(x):
             return self._sequences(self._constrained(x, self.row_axes))
@@ -131,10 +133,10 @@ class ContextParallel:
         segment_ids: Int[Array, "b s"] | None = None,
         *options: Any,
     ) -> Float[Array, "b s n d"]:
-        """Computes attention of whole sequences, each device some of the heads.
+        """Computes attention over whole sequences; each device computes some heads.
 
-        Key heads that are too few to be split are repeated. `to_rows` returns the
-        result to the devices that have its positions.
+        Key heads that are too few to be split are repeated. `to_rows` moves the result
+        back to the devices that have its positions.
 
         Args:
           attention: A function of queries [b, s, n, d], keys and values [b, s, k, d],
@@ -143,10 +145,10 @@ class ContextParallel:
           k: Keys.
           v: Values.
           segment_ids: The segment ids of whole sequences, or None.
-          *options: Other arrays that attention reads.
+          *options: Other arrays that `attention` takes.
 
         Raises:
-          ValueError: If devices cannot share the heads.
+          ValueError: If the heads cannot be split evenly over the devices.
         """
         n, key_heads = q.shape[2], k.shape[2]
         self.check(n)
@@ -164,7 +166,7 @@ class ContextParallel:
         return self._placed(exchanged, q, *heads, more=(k, v, segment_ids, *options))
 
     def to_rows(self, o: Float[Array, "b s n d"]) -> Float[Array, "rows length n d"]:
-        """Returns all heads of each row's positions, from the result of `attend`."""
+        """Returns the result of `attend` in rows, with all heads of their positions."""
 
         def exchanged(o):
             o = self._constrained(o, self.batch_axes, None, self._split_heads)
@@ -174,13 +176,13 @@ class ContextParallel:
         return self._placed(exchanged, o, self.row_axes, None, self.head_axes)
 
     def to_heads(self, x: Float[Array, "rows length n d"]) -> Float[Array, "b s n d"]:
-        """Returns an array like the result of `attend`: the inverse of `to_rows`."""
+        """Returns `x` in the layout of the results of `attend`; inverts `to_rows`."""
         heads = self.batch_axes, None, self._split_heads
         return self._placed(self._to_heads, x, *heads)
 
     def _to_heads(self, x: Array) -> Array:
         x = self._sequences(self._constrained(x, self.row_axes, None, self.head_axes))
-        # Between these two constraints XLA puts the exchange.
+        # XLA inserts the all-to-all between these two constraints.
         x = self._constrained(x, self.batch_axes, self.axis, self.head_axes)
         return self._constrained(x, self.batch_axes, None, self._split_heads)
 
@@ -202,7 +204,10 @@ class ContextParallel:
         return jax.lax.with_sharding_constraint(x, sharding)
 
     def _placed(self, fn: Callable, x: Array, *spec: Any, more: tuple = ()) -> Array:
-        """Returns `fn(x, *more)` with a sharding, on automatic or explicit axes."""
+        """Returns `fn(x, *more)`, sharded by `spec`, on automatic or explicit axes.
+
+        Within `fn` all mesh axes are automatic.
+        """
         mesh = self._mesh_at(x)
         if explicit := mesh.explicit_axes:
             sharding = NamedSharding(mesh, P(*spec))
@@ -211,7 +216,10 @@ class ContextParallel:
         return self._constrained(fn(x, *more), *spec)
 
     def _mesh_at(self, x: Array) -> Mesh | AbstractMesh:
-        """Returns the mesh; its axes are automatic where `auto_axes` made them so."""
+        """Returns the mesh of the type of `x`, or `self.mesh` if that has none.
+
+        Within `auto_axes` the axes of the result are automatic.
+        """
         mesh = jax.typeof(x).sharding.mesh
         if mesh.empty and self.mesh.explicit_axes:
             mesh = jax.sharding.get_abstract_mesh()

@@ -1,4 +1,4 @@
-"""Flax modules of the decoder layer and its FP8 weights."""
+"""The decoder layer as a Flax module, and the types of its variables."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,14 +42,14 @@ class LayerKind(nnx.Variable[Array]):
 
 
 class DecoderLayer(nnx.Module):
-    """A decoder layer: grouped-query attention and a gated MLP.
+    """A decoder layer: grouped-query attention, and a gated MLP or experts.
 
     Weights are [out, in]. In forward matmuls of the FP8 flow each output feature has a
     scale of its own.
 
-    The options from `qkv_bias` on are for other models than Llama. Biases, norms of
-    queries and keys, and local bases of RoPE are plain JAX after the matmul. With norms
-    on outputs the recipes "coat" and "coat_max" are composed; see `recipes.recipe_of`.
+    Biases, norms of queries and keys, and local bases of RoPE, which other models than
+    Llama have, are plain JAX after the matmul. With norms on outputs the recipes "coat"
+    and "coat_max" are composed of other functions; see `recipes.recipe_of`.
 
     Args:
       hidden_size: The size of the residual stream, h.
@@ -59,15 +59,15 @@ class DecoderLayer(nnx.Module):
       head_dim: The size of a head.
       recipe: The kind of matmuls and the saved activations; see `recipes.RECIPES`.
       scaling: The scaling of gradients, "just_in_time" or "delayed". Delayed scales
-        come from histories in variables of the type `OverwriteWithGradient`, whose
-        gradients are their next values. It needs the recipe "coat" or "coat_max".
+        come from histories in variables of the type `OverwriteWithGradient`; their
+        gradients are their next values. They need the recipe "coat" or "coat_max".
       norm: "rms" with a weight, or "layer" without parameters as in OLMo.
       norm_eps: The number that the norms add to the mean square, or to the variance.
       gate: The activation of the MLP's gate.
       rope_theta: The base of RoPE's frequencies.
       rope_scaling: A change of RoPE's frequencies for long sequences.
-      local_rope_theta: The base in layers with local attention, without a change of its
-        frequencies; None means the same RoPE as in the others.
+      local_rope_theta: The base in layers with local attention, where `rope_scaling`
+        does not apply; None means the same RoPE in all layers.
       qkv_bias: Whether queries, keys and values have a bias.
       qk_norm: The RMSNorm of queries and keys before RoPE: "none", "head" for each head
         by itself, or "width" for all heads together.
@@ -77,20 +77,20 @@ class DecoderLayer(nnx.Module):
       scores: The scale, soft cap and window of attention's scores.
       param_dtype: The dtype of the parameters.
       experts: The experts that take the MLP's place, each of the size
-        `intermediate_size`; None means one MLP. They need norms before attention and
-        the MLP alone, and scaling just in time.
+        `intermediate_size`; None means one MLP. Experts need a recipe that has matmuls
+        for them, `norm_placement` "before", and `scaling` "just_in_time".
       batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic
         and one that is named "expert" splits the experts.
-      output_scale: A factor on the initialization of the two weights whose matmuls
-        write to the residual stream.
+      output_scale: A factor on the initialization of the two weights `out` and `down`,
+        the last ones before the residual stream.
       context: How sequences are split over devices. The layer then takes and returns
         the rows of `ContextParallel.enter`, but segment ids of whole sequences.
       rngs: The random number generators for the initialization.
 
     Raises:
       ValueError: If a size is not positive, `num_kv_heads` does not divide `num_heads`,
-        `head_dim` is odd, a name is unknown, or `experts` and other options do not go
-        together.
+        `head_dim` is odd, a name is unknown, options do not go together, or `context`
+        cannot split the heads evenly.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -259,7 +259,7 @@ class DecoderLayer(nnx.Module):
         Without this call each pass quantizes the weights. The call is worthwhile if a
         step has several passes, as in gradient accumulation, and takes 2 bytes per
         parameter. The codes are variables of the type `WeightCodes`, which have no
-        gradients. The weights of experts are quantized in each pass all the same.
+        gradients. The weights of experts are still quantized in each pass.
 
         Raises:
           ValueError: If the recipe does not use the FP8 flow.
@@ -293,8 +293,8 @@ class DecoderLayer(nnx.Module):
     ) -> recipes.Params:
         """Returns the parameters of the segment with the weights `names`.
 
-        Weights come with their codes if there are any and `codes` is true. `norms` are
-        the weights of norms, by the names in `Recipe`'s methods.
+        Weights come with their codes if there are any and `codes` is true. `norms` has
+        the weights of norms, by their names in the parameters of `Recipe`'s methods.
         """
         params: dict[str, Any] = {name: self._weight(name, codes) for name in names}
         params["norm"] = None
@@ -322,7 +322,7 @@ class DecoderLayer(nnx.Module):
         return {name: array for name, array in arrays.items() if array is not None}
 
     def _out_params(self, codes: bool = True) -> recipes.Params:
-        """Returns the parameters of attention's second segment."""
+        """Returns the parameters of `Recipe.attention_out`."""
         params = self._params("out", codes=codes, out_norm=self.attention_out_norm)
         if self.attention.steps is None:
             return params
@@ -344,7 +344,7 @@ class DecoderLayer(nnx.Module):
         params = self._mlp_params(codes)
         if self.experts is not None:
             options = {"experts": self.experts, "batch_axes": self.batch_axes}
-            # Steps of generation, without codes, have too few tokens to split.
+            # Without codes these are steps of generation, with too few tokens to split.
             options["sent"] = codes
             return recipe.experts(params, x, norm=self.norm, gate=self.gate, **options)
         out_norm = self.attention.out_norm
@@ -377,7 +377,7 @@ class DecoderLayer(nnx.Module):
     def with_routing(
         self, x: recipes.Residual, segment_ids: Int[Array, "b s"] | None = None
     ) -> tuple[recipes.Residual, Routing | None]:
-        """Applies the layer; also returns the routing of its experts, if it has any.
+        """Applies the layer; also returns the routing of its experts, or None.
 
         `segment_ids` numbers the documents of packed sequences; attention does not
         cross them. None means that a sequence is one document.
@@ -437,10 +437,10 @@ class DecoderLayer(nnx.Module):
         *,
         start: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "b s h"], Extra]:
-        """Applies the layer in the dtype of `x`, with attention by the function given.
+        """Applies the layer in the dtype of `x`, with the given attention function.
 
-        Any recipe's layer can be applied in this way. Generation does, because the
-        matmuls of single tokens are too small for FP8 to help.
+        A layer of any recipe can be applied in this way. Generation does so, because
+        the matmuls of single tokens are too small for FP8 to help.
 
         Args:
           x: The residual stream.
@@ -450,7 +450,7 @@ class DecoderLayer(nnx.Module):
           start: The position of the first token, for RoPE.
 
         Returns:
-          The residual stream, and what else `attention` returned.
+          The residual stream, and the second result of `attention`.
         """
         recipe = recipes.UNQUANTIZED
         params = self._params("qkv", norm=self.attention_norm, codes=False)

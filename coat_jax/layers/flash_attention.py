@@ -1,8 +1,9 @@
-"""cuDNN's flash attention, on one device or on the parts of the devices of a mesh.
+"""cuDNN's flash attention, on one device or on each device's part of sharded arrays.
 
-JAX's own function refuses some ways to split arrays: queries, keys and values that are
-split differently, and split sequences. Here the names of axes say what each device
-computes, as for our kernels: sequences and heads may be split, positions are gathered.
+JAX's own function rejects some shardings: queries, keys and values that are sharded
+differently, and sequences that are split. Here the names of axes say what each device
+computes, as for the library's kernels: batch and heads may be split, and positions are
+gathered.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from pallas_kernels.dispatch.axes import Axes
 
 
 def has_flash_attention(q: Array) -> bool:
-    """Returns whether cuDNN has a kernel for queries [b, s, n, d], and its gradient."""
+    """Returns whether cuDNN can run attention of `q`, both forward and backward."""
     _, length, _, head_dim = q.shape
     return (
         (stand_ins.active.get() or devices.has_gpu())
@@ -50,7 +51,7 @@ def flash_attention(
       q: Queries.
       k: Keys; m divides n.
       v: Values.
-      mask: True for each key that counts; None means all.
+      mask: True where a query attends to a key; None means everywhere.
       scale: The factor on products.
       causal: Whether later positions are masked, too.
     """
@@ -102,10 +103,10 @@ class _Attention(operations.OfParts):
 
 @dataclasses.dataclass(frozen=True)
 class _AttentionGrad(_Attention):
-    """The gradients of queries, keys and values."""
+    """The operation that computes the gradients of queries, keys and values."""
 
     def reference(self, do, q, k, v, mask, o, statistics):
-        # The operation that runs forward again is not read, and left out.
+        # This call also traces forward, which XLA drops because nothing reads it.
         again, vjp, unread = _differentiated(self.scores, q, k, v, mask)
         saved = {
             id(again): o.reshape(again.shape),
@@ -118,7 +119,7 @@ class _AttentionGrad(_Attention):
     def axes(self, do, q, k, v, mask, o, statistics) -> tuple:
         queries, keys, statistics = _axes_of(q)
         operands = queries, queries, keys, keys, _axes_of_mask(q, mask)
-        # If devices have some query heads of one key head, its gradients are added.
+        # Devices that split the query heads of one key head sum its gradients.
         dkeys = dataclasses.replace(keys, reduced="sum")
         return (*operands, queries, statistics), (queries, dkeys, dkeys)
 
@@ -126,7 +127,10 @@ class _AttentionGrad(_Attention):
 def _differentiated(
     scores: _Scores, q: Array, k: Array, v: Array, mask: Array | None
 ) -> tuple[Array, Any, Array]:
-    """Returns attention [b, s, n, d], its vjp, and the statistics [b, n, s] within."""
+    """Returns attention [b, s, n, d], its vjp, and the statistics [b, n, s] of softmax.
+
+    The vjp saves the result and the statistics, so they are among its leaves.
+    """
     b, s, m, g, d = q.shape
     if mask is not None:
         mask = mask.reshape(mask.shape[0], -1, *mask.shape[3:])
@@ -167,9 +171,9 @@ def _axes_of_mask(q: Array, mask: Array | None) -> Axes | None:
 
 
 def _heads_of(q: Array) -> tuple[str, str]:
-    """Returns the names of the axes of key heads and of groups.
+    """Returns the axis names of key heads, and of the query heads of each key head.
 
-    Devices may split key heads or, where all queries share one, query heads.
+    Devices may split the key heads or, if there is only one, the query heads.
     """
     return ("_", "h") if q.shape[2] == 1 else ("h", "_")
 

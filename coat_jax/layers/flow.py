@@ -1,6 +1,6 @@
-"""The FP8 precision flow: segments of a layer whose backward passes read FP8.
+"""The FP8 precision flow: segments of a layer with backward passes that read FP8.
 
-The flow is that of COAT (arXiv 2410.19313, section 5). The input of a norm or a gate is
+The flow follows COAT (arXiv 2410.19313, section 5). The input of a norm or a gate is
 quantized once, in groups of 16, and saved. The backward pass reads this copy, and
 recomputes the outputs of norms and gates and the angles of RoPE. Attention saves its
 inputs and its output.
@@ -16,11 +16,11 @@ are quantized beforehand.
 
 Scales are computed just in time by default. The scale of the stream's gradient is
 computed by the operation that computes the gradient, so between segments the stream is
-a `Stream`, which carries the scale. On a mesh there is one for each shard of the batch;
-see `coat_jax.layers.shards`. If the parameters of a segment hold `amax`, the
-scales of gradients are delayed. `amax` has a history per gradient: `qkv_grad` is that
-of the output of the matmul with the weight `qkv`. The gradients of histories are the
-histories of the next step.
+a `Stream`, which carries the scale. On a mesh there is one scale for each shard of the
+batch; see `coat_jax.layers.shards`. If the parameters of a segment hold `amax`, the
+scales of gradients are delayed. `amax` has an amax history for each quantized gradient:
+`qkv_grad` is the history for the output of the matmul with the weight `qkv`. The
+gradient of a history is the history of the next step.
 """
 
 from collections.abc import Mapping
@@ -62,9 +62,9 @@ def attention_in(
     `params` holds `norm` [h] or None, and `qkv` [m, h].
 
     With `keep_copies` the matmul writes queries, keys and values twice, and attention
-    saves the second copy for backward. In a loop over layers the kernel writes this
-    copy directly to its place in the stack of residuals. The arrays that attention
-    reads would have to be copied there. The copies have no gradients.
+    saves the second copies for backward. In a loop over layers the kernel writes these
+    copies directly to their place in the stack of residuals; the arrays that attention
+    reads would first have to be copied there. The copies have no gradients.
 
     Returns:
       Queries, keys, values, the tuple of their copies, and the residual stream.
@@ -103,7 +103,8 @@ def _attention_in(params, stream, norm, heads, keep_copies):
     return (q, k, v, tuple(kept), stream), residuals
 
 
-# Devices may add up this segment's gradients while they compute the next layer's.
+# Devices may sum this segment's weight gradients while they compute the gradients of
+# the layer that backward reaches next.
 @by_shards(False, True, False, False, True, known=False)
 def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
     params, groups, scale, w_scale, starts = residuals
@@ -139,9 +140,9 @@ def attention_out(
 ) -> Stream:
     """Computes `x + o @ out.T` for attention's output `o`.
 
-    `params` holds `out` [h, n * d]. Backward reads `o`, which attention's backward pass
-    saves anyway. With a context `o` comes from `ContextParallel.attend`, split over
-    heads. Devices exchange it for the matmul, and in backward again.
+    `params` holds `out` [h, n * d]. Backward reads `o`, which attention saves anyway
+    for its own backward pass. With a context `o` comes from `ContextParallel.attend`,
+    split over heads. Devices exchange `o` for the matmul, and again in backward.
     """
 
     def segment(params, o, stream):
@@ -221,7 +222,8 @@ def _gated_mlp(params, stream, norm, gate):
     after = None if stream.token is None else y
     y, down = product(a, params["down"], x.dtype, x, after=after)
     if stream.token is not None:
-        # Scales are for backward. Devices exchange them when they have gathered codes.
+        # Only backward reads per-tensor scales. Devices exchange the amax for them
+        # after they have gathered the codes of the weights.
         a = a._replace(scale=exchange.ready(a.scale, y))
     scales = tensor_scales(h, a, gate_up, down)
     inner = out.groups, out.largest_scale
@@ -262,17 +264,23 @@ _mlp_segment.defvjp(_gated_mlp, _gated_mlp_grads)
 
 
 def _with_histories(params: Params, stream: Stream) -> Params:
-    """Returns `params` with histories that vary over the same devices as the stream."""
+    """Returns `params` with amax histories that vary over devices like the stream.
+
+    Only within `shard_map` do arrays vary; see `spread`.
+    """
     if "amax" not in params:
         return params
     return {**params, "amax": spread(params["amax"], stream.x)}
 
 
 def _recorded(amax: Amax, **quantized: Codes) -> Amax:
-    """Returns the amax histories with the amax of each gradient that was quantized."""
+    """Returns the amax histories, each with the latest amax of its gradient in front.
+
+    `quantized` has the codes of each gradient, by the name of its history.
+    """
     return {name: recorded(amax[name], quantized[name].largest) for name in amax}
 
 
 def joined(o: Float[Array, "b s n d"]) -> Float[Array, "b s m"]:
-    """Merges all heads of a position to one vector of m = n d elements."""
+    """Merges all heads of a position into one vector of m = n * d elements."""
     return o.reshape(*o.shape[:2], -1)

@@ -1,8 +1,8 @@
-"""The steps of queries, keys and values between their matmul and attention.
+"""The operations on queries, keys and values between the `qkv` matmul and attention.
 
-In a Llama this is RoPE alone, which the FP8 flow applies in the kernel of the matmul.
+Llama has only RoPE there, which the FP8 flow applies in the kernel of the matmul.
 Biases, norms of queries and keys, and RoPE with a base that differs between the layers
-of a stack are plain JAX here, for all recipes. XLA fuses them to one pass.
+of a stack are plain JAX here, for all recipes. XLA fuses them into one pass.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class HeadSteps:
     """A bias, norms of queries and keys, and RoPE, in this order.
 
     Attributes:
-      rope: RoPE.
-      local_rope: RoPE of layers with local attention, if it is another.
+      rope: RoPE of layers without local attention.
+      local_rope: RoPE of layers with local attention; None means `rope`.
       norm: The norms of queries and keys: "none"; "head", RMSNorm over each head as in
         Qwen3; or "width", RMSNorm over all heads together as in OLMo 2.
       eps: The number that the norms add to the mean square.
@@ -52,14 +52,15 @@ class HeadSteps:
         """Returns queries, keys and values for attention, in the dtype of `q`.
 
         Args:
-          params: The parameters, as far as there are steps that need them: `bias`
+          params: The parameters of the operations that are used: `bias`
             [k * (n / k + 2) * d] in the order of `Heads`, and `q_norm` and `k_norm`,
             [d] for norms of heads, [n * d] and [k * d] for norms of the width.
           q: Queries, as the matmul returns them.
           k: Keys.
           v: Values.
           start: The position of the first token, or of each row's first token.
-          local: Whether attention is local, which selects `local_rope`.
+          local: Whether attention is local, which selects `local_rope`; None selects
+            `rope`.
         """
         if "bias" in params:
             q, k, v = _with_bias(params["bias"], q, k, v)
@@ -89,7 +90,7 @@ class HeadSteps:
 
 
 def _with_bias(bias: Array, q: Array, k: Array, v: Array) -> HeadArrays:
-    """Adds a bias in the order of `Heads`, with one rounding of each sum."""
+    """Adds a bias, which is in the order of `Heads`; each sum is rounded once."""
     parts = bias.astype(jnp.float32).reshape(k.shape[2], -1, k.shape[-1])
     of_queries = parts[:, :-2].reshape(q.shape[2:])
     sums = q + of_queries, k + parts[:, -2], v + parts[:, -1]

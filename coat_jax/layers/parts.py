@@ -1,6 +1,6 @@
 """The parts of the FP8 flow: the residual stream, norms, and the order of heads.
 
-`coat_jax.layers.flow` makes segments of them.
+`coat_jax.layers.flow` builds the segments of a layer from these parts.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from pallas_kernels.ops.rope.api import split_heads
 
 
 class Stream(NamedTuple):
-    """The residual stream, whose gradient comes with its scale.
+    """The residual stream, and a dummy that carries the scale of the stream's gradient.
 
-    Only one operation may read a stream. Two readers would add their gradients, and the
-    scale would not fit the sum.
+    Only one operation may read a stream. JAX would add the gradients of two readers,
+    and the scale would not fit the sum.
 
     Attributes:
       x: The stream [b, s, h].
@@ -35,8 +35,8 @@ class Stream(NamedTuple):
         batch. Its gradient carries the per-tensor scales with which the gradient of `x`
         is quantized. It is unused if scaling is delayed.
       token: A float32 dummy scalar if there are several shards, else None. Its gradient
-        is zero, and exists once the devices have added up the gradients of weights in
-        the later segments. Operations that depend on it run after that.
+        is zero, and is available once the devices have summed the weight gradients of
+        the later segments. Operations that read this gradient run after those sums.
     """
 
     x: Float[Array, "b s h"]
@@ -45,11 +45,11 @@ class Stream(NamedTuple):
 
     @classmethod
     def of(cls, x: Float[Array, "b s h"], shards: int = 1) -> "Stream":
-        """Returns a stream, whose scale is only there to be differentiated.
+        """Returns a stream with a dummy scale, which exists only to have a gradient.
 
         The scale is computed from `x`, so that under `vmap` each example of a batch has
         a scale of its own, with a gradient of its own. XLA drops the computation,
-        because nothing reads it.
+        because nothing reads its result.
         """
         if shards == 1:
             return cls(x, jnp.sum(jnp.isnan(x), dtype=jnp.float32))
@@ -65,16 +65,19 @@ class Stream(NamedTuple):
         return stream._replace(token=self.token)
 
     def tokens(self) -> "Stream":
-        """Returns how many leading axes of `x`, `scale` and `token` count tokens."""
+        """Returns, for each array of the stream, its number of leading token axes.
+
+        The axis of `scale`, if it has one, is split over a mesh like the batch.
+        """
         return Stream(2, self.scale.ndim, None if self.token is None else 0)
 
     @classmethod
     def gradient(
         cls, dx: Float[Array, "b s h"], maxima: Array | None = None
     ) -> "Stream":
-        """Returns the stream of a gradient and its per-tensor scale for E5M2 codes.
+        """Returns a stream of the gradient `dx` and its per-tensor scale for E5M2.
 
-        `maxima` has the amax of parts of the gradient; None computes it.
+        `maxima` holds the amax of each part of `dx`; if it is None, they are computed.
         """
         maxima = kernels.maxima(dx) if maxima is None else maxima
         (scale,) = kernels.tensor_scales(kernels.Bound((maxima,)), dtype=E5M2.dtype)
@@ -83,7 +86,7 @@ class Stream(NamedTuple):
     def codes(self, history: Array | None) -> Codes:
         """Quantizes this stream, a gradient, to E5M2 codes and their transpose.
 
-        The scale is the one of `history`, or without it the stream's scale.
+        The scale follows from `history`; if that is None, it is the stream's scale.
         """
         scale = self.scale if history is None else None
         return quantize_tensor(
@@ -93,17 +96,18 @@ class Stream(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The order of heads in the columns of the matmul before attention.
+    """The order of heads in the output columns of the `qkv` matmul, and their RoPE.
 
-    For every key head the columns are its queries, then its key, then its value.
+    For every key head the columns are its query heads, the key head, and the value
+    head.
 
     Attributes:
       num_kv_heads: The number of key heads, k.
       head_dim: The size of a head, d.
       theta: The base of RoPE's frequencies.
-      scaling: A change of RoPE's frequencies.
+      scaling: A change of RoPE's frequencies; None means no change.
       rotated: Whether RoPE is applied here. If not, the angles are zero, and
-        `HeadSteps` applies it.
+        `HeadSteps` applies RoPE.
       context: How sequences are split over devices; None means that they are whole.
     """
 
@@ -121,9 +125,9 @@ class Heads:
     def angles(
         self, length: int, start: Int[Array, "*b"] | int = 0
     ) -> tuple[Array, Array]:
-        """Returns cosines and sines of `length` positions' angles, [*b, length, d / 2].
+        """Returns the cosines and sines of RoPE's angles, each [*b, length, d / 2].
 
-        The positions are those from `start` on, or from each of several starts.
+        The positions are `start`, `start + 1` and so on, for each start of an array.
         """
         if not self.rotated:
             shape = length, self.head_dim // 2
@@ -155,9 +159,10 @@ class Heads:
         history: Array | None = None,
         start: Int[Array, "*b"] | int = 0,
     ) -> Codes:
-        """Computes codes of the gradient of `split`'s input; q, k and v are gradients.
+        """Computes E5M2 codes of the gradient of `split`'s input.
 
-        RoPE is undone in the same kernel.
+        `q`, `k` and `v` are the gradients of `split`'s results. The same kernel applies
+        the inverse of RoPE.
         """
         cos, sin = self.angles(q.shape[1], start)
         dtype = E5M2.dtype
@@ -172,7 +177,7 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm:
-    """The norm at the beginning of a segment.
+    """A norm without its weight: RMSNorm or LayerNorm.
 
     Attributes:
       kind: "rms" for RMSNorm or "layer" for LayerNorm.
@@ -185,9 +190,10 @@ class Norm:
     def forward(
         self, x: Float[Array, "b s h"], weight: Array | None
     ) -> tuple[Scaled, Scaled]:
-        """Returns the norm's output with per-token scales, and `x` in groups of 16.
+        """Returns FP8 codes of the norm's output, by token, and of `x`, by group.
 
-        Backward reads the groups.
+        The output has a scale per token, and `x` a scale per group of 16. Backward
+        reads the groups.
         """
         out = kernels.norm(
             x, weight, kind=self.kind, eps=self.eps, scale="row", keep_groups=True
@@ -204,7 +210,7 @@ class Norm:
         return functional.rms_norm(x, weight, eps=self.eps)
 
     def rate(self, x: Float[Array, "... h"]) -> Float[Array, "... 1"]:
-        """Computes the factor of each token in an RMSNorm, in float32."""
+        """Returns the reciprocal of each token's root mean square, in float32."""
         square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
         return lax.rsqrt(square + self.eps)
 
@@ -217,12 +223,12 @@ class Norm:
         add: Array,
         delayed: bool,
     ) -> tuple[Stream, Array | None, Float[Array, "h tokens"] | None]:
-        """Computes the gradients of the norm's input and weight, and its output again.
+        """Computes the gradients of the norm's input and weight; recomputes its output.
 
         Returns:
-          The gradient of the input plus `add`, with its scale unless scaling is
+          A stream of the input's gradient plus `add`, with its scale unless scaling is
           delayed; the gradient of the weight; and the norm's output, recomputed as
-          transposed E4M3 codes with `scale`, unless that is None.
+          transposed E4M3 codes with `scale`, or None if `scale` is None.
         """
         # The kernel adds bfloat16 arrays only.
         fused = add.dtype == jnp.bfloat16

@@ -1,4 +1,4 @@
-"""A recipe that composes a layer of plain functions."""
+"""A recipe that composes a layer from plain functions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,18 +29,22 @@ from pallas_kernels import Activation
 
 
 def identity(fn: Callable) -> Callable:
-    """Returns `fn`: the wrapper of recipes that wrap nothing."""
+    """Returns `fn` itself: the wrapper for recipes that do not wrap a function."""
     return fn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainRecipe(Recipe):
-    """A recipe of plain functions, which saves what `jax.vjp` of them saves.
+    """A recipe of plain functions, which JAX differentiates.
+
+    A wrapper is a function that takes a function and returns one of the same signature,
+    such as `jax.checkpoint`. Wrappers determine which residuals are saved.
 
     Attributes:
       linear: The matmul (x, w) -> x @ w.T.
-      stacked: Whether one matmul computes the gate and the array that it multiplies.
-      product: The matmul of rows and the weights of experts; None if there is none.
+      stacked: Whether one matmul computes both gate and up; otherwise each has its own.
+      product: The matmul of rows and the weights of experts; None if the recipe does
+        not support experts.
       pointwise: The wrapper of norms, gates and RoPE.
       segment: The wrapper of the functions (parameters, x) before and after attention.
       projection: The wrapper of the output projection (parameters, o, x).
@@ -159,7 +163,7 @@ class PlainRecipe(Recipe):
 
     @property
     def has_experts(self) -> bool:
-        """True if there is a matmul of experts."""
+        """True if the recipe has a matmul of experts."""
         return self.product is not None
 
     def experts(

@@ -1,4 +1,8 @@
-"""The interface of recipes, and what is common to the segments of a layer."""
+"""The interface of recipes, which compute the three segments of a decoder layer.
+
+The segments are the norm and matmul before attention, attention with the output
+projection, and the gated MLP or the experts.
+"""
 
 import abc
 import dataclasses
@@ -78,11 +82,11 @@ class Attention:
           q: Queries. With a context, b counts the rows of `ContextParallel.enter`.
           k: Keys.
           v: Values.
-          copies: FP8 copies of queries, keys and values that backward reads in their
-            place, or (). With a context they are not used, because backward reads the
+          copies: Copies of queries, keys and values that backward reads in their place,
+            or (). With a context the copies are not used, because backward reads the
             arrays that the devices have exchanged.
           segment_ids: The document of each token, or None.
-          local: Whether the window applies in this layer; None means that it does.
+          local: Whether the window of `scores` applies in this layer; None means yes.
         """
 
         def attention(q, k, v, segment_ids, local, copies=()):
@@ -101,13 +105,15 @@ LLAMA_ATTENTION = Attention()
 class Recipe(abc.ABC):
     """A way to compute the segments of a layer, and the activations that they save.
 
-    A recipe runs `enter`, then the three segments of every layer, then `leave`.
+    A stack of layers calls `enter`, then the three segments of each layer, and then
+    `leave`.
 
     Attributes:
       scalings: When the scales of gradients may be computed; see `DecoderLayer`.
       optimizer: The optimizer to train with, with the arguments of `optax.adamw`.
       takes_codes: Whether segments also take weights that are quantized beforehand.
-      pointwise: The wrapper of norms, gates and RoPE outside of the FP8 flow.
+      pointwise: The wrapper of the functions that compute norms, gates and RoPE outside
+        of the FP8 flow.
     """
 
     scalings: ClassVar[tuple[Scaling, ...]]
@@ -151,7 +157,7 @@ class Recipe(abc.ABC):
           params: The parameters: `norm` [h] or None, and
             `qkv` [k * (n / k + 2) * d, h].
           x: The residual stream.
-          norm: The norm; None means none.
+          norm: The norm; None means no norm.
           heads: The order of heads in the columns of the matmul.
         """
 
@@ -173,7 +179,7 @@ class Recipe(abc.ABC):
 
         `params` holds `out` [h, n * d]; `kept` are the copies that `attention_in`
         returns. With `segment_ids` attention does not cross the documents of packed
-        sequences. `attention` adds steps before attention, with the parameters
+        sequences. `attention` can add operations before attention, with the parameters
         `params["heads"]`, and a norm of the projection's output, with the weight
         `params["out_norm"]`. `local` says whether the layer's attention is local.
         """
@@ -196,10 +202,10 @@ class Recipe(abc.ABC):
           params: The parameters: `norm` [h] or None, `gate_up` [2, f, h], and `down`
             [h, f].
           x: The residual stream.
-          norm: The norm of the input; None means none.
+          norm: The norm of the input; None means no norm.
           gate: The activation of the gate.
-          out_norm: The norm of what is added to `x`, with the weight
-            `params["out_norm"]`; None means none.
+          out_norm: The norm of the output before it is added to `x`, with the weight
+            `params["out_norm"]`; None means no norm.
         """
 
     @abc.abstractmethod
@@ -214,7 +220,7 @@ class Recipe(abc.ABC):
         batch_axes: str | tuple[str, ...] | None = None,
         sent: bool = True,
     ) -> tuple[Residual, Shares]:
-        """Computes `x` plus the weighted sum of each token's experts.
+        """Computes `x` plus the weighted sum of the outputs of each token's experts.
 
         An expert is a gated MLP of `norm(x)`.
 
@@ -241,4 +247,4 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
-        """Returns the array of the residual stream, from the last segment's result."""
+        """Returns the residual stream as an array, from the last segment's result."""

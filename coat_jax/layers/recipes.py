@@ -53,7 +53,9 @@ def _plain_linear(x: Array, w: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Recipe(Recipe):
-    """The FP8 flow: segments save activations in FP8 groups and recompute the rest.
+    """The FP8 flow: segments save activations in FP8, with a scale for each group.
+
+    Backward recomputes the outputs of norms and gates from these.
 
     Attributes:
       attention: The wrapper of attention and the output projection after it.
@@ -68,7 +70,7 @@ class Fp8Recipe(Recipe):
     def enter(
         self, x: Float[Array, "b s h"], batch_axes: str | tuple[str, ...] | None = None
     ) -> Residual:
-        """Returns `x` as a `Stream`, in which the gradient comes with its scale."""
+        """Returns `x` as a `Stream`, which also carries its gradient's scale."""
         check_dtype("the residual stream", x.dtype, WIDE)
         return Stream.of(x, batch_shards(x, batch_axes))
 
@@ -77,7 +79,7 @@ class Fp8Recipe(Recipe):
     ) -> Attended:
         """Computes queries, keys and values; see `Recipe.attention_in`."""
         # A wrapper such as `fp8_remat` saves its own copies of q, k and v. Steps before
-        # attention compute others, which attention saves itself.
+        # attention compute other q, k and v, which attention saves itself.
         saves = self.attention is identity and heads.context is None
         copies = heads.rotated and saves
         return flow.attention_in(params, x, norm, heads, copies)
@@ -98,7 +100,7 @@ class Fp8Recipe(Recipe):
         """Computes attention and the output projection; see `Recipe.attention_out`."""
         params = dict(params)
         of_heads = params.pop("heads", None)
-        # Within the wrapper of attention the inputs of the steps are all that is saved.
+        # A wrapper of attention already saves only the inputs of the steps.
         saving = fp8_remat if self.attention is identity else identity
 
         def segment(params, q, k, v, x):
@@ -126,7 +128,7 @@ class Fp8Recipe(Recipe):
 
     @property
     def has_experts(self) -> bool:
-        """True: the FP8 flow has matmuls of experts."""
+        """True, because the FP8 flow has matmuls of experts."""
         return True
 
     def experts(
@@ -179,14 +181,14 @@ def _fp8_linear(x: Array, w: Array) -> Array:
 
 
 def _again(segment: Callable) -> Callable:
-    """Wraps a segment: backward runs it again, and saves nothing wide in between."""
+    """Wraps a segment so that backward runs it again, with residuals in FP8."""
     return jax.checkpoint(fp8_remat(segment))
 
 
-# The recipes with the FP8 flow for layers that its segments do not fit: those with
-# norms on the outputs of attention and the MLP. Matmuls are in FP8, and `fp8_remat`
-# saves in FP8 what the flow saves. The projection runs again in backward, and reads
-# the output that attention saves.
+# Replacements of the recipes with the FP8 flow, for layers that its segments do not
+# fit: layers with norms on the outputs of attention and the MLP. Matmuls are in FP8,
+# and `fp8_remat` saves in FP8 the activations that the flow saves. The projection runs
+# again in backward, and reads the output that attention saves.
 _COMPOSED: dict[RecipeName, Recipe] = {
     "coat": PlainRecipe(
         linear=_fp8_linear,
@@ -206,14 +208,14 @@ _COMPOSED: dict[RecipeName, Recipe] = {
 
 
 def recipe_of(name: RecipeName | Recipe, placement: NormPlacement = "before") -> Recipe:
-    """Returns the recipe that computes layers with norms in some places.
+    """Returns the recipe of this name for layers with this placement of norms.
 
-    A recipe, such as `coat_jax.models.lora` has, is returned as it is.
+    A `Recipe`, which `coat_jax.models.lora` passes, is returned as it is.
 
     The segments of the FP8 flow begin with a norm and end with a residual sum. Layers
     with norms on outputs, as OLMo 2 and Gemma have, are composed with `fp8_dot_general`
-    and `fp8_remat` in the recipes "coat" and "coat_max". They save as little, and the
-    kernels of norms, gates and sums run where `fp8_remat` can fuse them.
+    and `fp8_remat` in the recipes "coat" and "coat_max". They save as little as the
+    flow, and run the kernels of norms, gates and sums where `fp8_remat` can fuse them.
     """
     if isinstance(name, Recipe):
         return name
@@ -224,7 +226,7 @@ def recipe_of(name: RecipeName | Recipe, placement: NormPlacement = "before") ->
 def check_experts(
     recipe: RecipeName, scaling: Scaling, placement: NormPlacement
 ) -> None:
-    """Raises ValueError unless layers with experts can be computed in this way."""
+    """Raises ValueError unless layers with experts support these options."""
     if placement != "before":
         raise ValueError(f"experts need norm_placement='before', got {placement!r}")
     if not RECIPES[recipe].has_experts:
@@ -235,7 +237,7 @@ def check_experts(
 
 
 def check_names(*, scaling: Any, recipe: Any, **options: Any) -> None:
-    """Raises ValueError unless there are options of these names that fit together.
+    """Raises ValueError unless all options are known and fit together.
 
     Args:
       scaling: The scaling of gradients.

@@ -1,4 +1,4 @@
-"""RoPE's angles, and their changes for sequences longer than in pretraining."""
+"""The angles of RoPE, and changes of them for sequences longer than in pretraining."""
 
 import dataclasses
 import math
@@ -14,10 +14,11 @@ from pallas_kernels.ops.rope.api import angles, angles_of, frequencies
 class RopeScaling:
     """A change of RoPE's frequencies for longer sequences.
 
-    "linear" divides all frequencies by `factor`. "llama3" divides low ones alone. Let
-    `turns` be the number of turns of a pair within `original_length` positions. Above
-    `high_frequency_factor` turns the frequency stays, below `low_frequency_factor` it
-    is divided, and between them it is interpolated linearly in `turns` (Llama 3.1).
+    "linear" divides all frequencies by `factor`. "llama3" divides only low ones. Let
+    `turns` be the number of full rotations of a pair of elements within
+    `original_length` positions. Above `high_frequency_factor` turns the frequency
+    stays, below `low_frequency_factor` turns it is divided, and between the two it is
+    interpolated linearly in `turns` (Llama 3.1).
 
     Attributes:
       kind: "linear" or "llama3".
@@ -27,7 +28,7 @@ class RopeScaling:
       original_length: The number of positions in pretraining.
 
     Raises:
-      ValueError: If a number is not positive, the kind is unknown, or
+      ValueError: If a number is not positive and finite, the kind is unknown, or
         `high_frequency_factor` is not above `low_frequency_factor`.
 
     Examples:
@@ -58,7 +59,7 @@ class RopeScaling:
             )
 
     def scaled(self, frequency: Float[Array, " half"]) -> Float[Array, " half"]:
-        """Returns the changed frequencies."""
+        """Returns the given frequencies after this change."""
         if self.kind == "linear":
             return frequency / self.factor
         low, high = self.low_frequency_factor, self.high_frequency_factor
@@ -73,7 +74,7 @@ class Rope:
 
     Attributes:
       theta: The base of the frequencies.
-      scaling: A change of the frequencies.
+      scaling: A change of the frequencies; None means no change.
     """
 
     theta: float
@@ -84,7 +85,7 @@ class Rope:
     ) -> tuple[Float[Array, "*b length half"], Float[Array, "*b length half"]]:
         """Returns cosines and sines of the angles of `length` positions from `start`.
 
-        With an array [b] of starts each of b sequences has its own positions.
+        `start` may be an array [b], with the first position of each of b sequences.
 
         The angle of position p and pair i is p times the frequency of the pair, which
         is `theta ** (-2 * i / head_dim)` without scaling.

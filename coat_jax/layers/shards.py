@@ -1,13 +1,13 @@
-"""Backward passes over the shards of a batch, and the order of what devices exchange.
+"""Backward passes over the shards of a batch, and the order of collective operations.
 
 A per-tensor scale needs the amax of the whole tensor. If a mesh splits the batch, the
 devices would wait for one another's amax several times a layer. Instead each shard's
-gradients are quantized with scales of their own, as those of microbatches are: backward
-maps over the shards. The gradients of weights are added up in the end.
+gradients are quantized with scales of their own, like the gradients of microbatches:
+backward maps over the shards. The gradients of weights are summed in the end.
 
 Devices gather codes of weights and scatter gradients while they compute something else.
-XLA starts a collective operation as early as its operand is known, but at times only
-when its result is needed. `Stream.token` says when that is.
+XLA may start a collective operation as soon as its operand is known, but at times
+starts it only when its result is needed. `Stream.token` determines when that is.
 """
 
 from collections.abc import Callable
@@ -26,19 +26,20 @@ from pallas_kernels.dispatch import array_types, exchange
 def by_shards(
     *mapped: bool, known: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wraps the backward pass of a segment to map over the shards of the batch.
+    """Returns a decorator that maps a segment's backward pass over the batch's shards.
 
     The last arguments of the backward pass are residuals and cotangents. There is one
     `Stream` among the cotangents, and its scale has an entry for each shard, or is a
-    scalar if there is only one. The first residual is the segment's parameters, and the
-    first result their gradients, which get the dtypes of the parameters when they are
-    added up. The other results are arrays of tokens and streams.
-    Delayed scales are known before the pass, and shards have them in common.
+    scalar if there is only one shard. The first residual is the segment's parameters,
+    and the first result is their gradients, which are summed over shards and then cast
+    to the dtypes of the parameters. The other results are arrays of tokens and streams.
+    Delayed scales are known before the pass and are the same for all shards, so that
+    the pass is not mapped.
 
     Args:
-      *mapped: Whether each residual is a tree of arrays of tokens.
+      *mapped: Whether a residual is a tree of arrays of tokens, for each residual.
       known: Whether the token of the resulting stream is known only when the sums of
-        gradients are.
+        weight gradients are known.
     """
 
     def wrap(backward):
@@ -62,14 +63,14 @@ def by_shards(
 def finished(
     params: Any, stream: Stream, grads: Any, streams: list[Any], in_order: bool = True
 ) -> tuple[Any, ...]:
-    """Returns the results of a segment's backward pass in the form of its arguments.
+    """Returns a segment's gradients in the form of the arguments of its forward pass.
 
     Args:
       params: The parameters.
-      stream: The gradient of the resulting stream.
+      stream: The gradient of the stream that the segment returned.
       grads: The gradients of parameters, added up over devices.
       streams: The other gradients, arrays and streams.
-      in_order: Whether the token of the stream is known only when `grads` are.
+      in_order: Whether the token of the stream is known only when `grads` are known.
     """
     shape, token = stream.scale.shape, stream.token
     if in_order and token is not None:
@@ -89,8 +90,8 @@ def finished(
 def over_shards(fn: Callable[[Array], Any], stream: Stream) -> Any:
     """Applies a function of tokens [b, s, h] to each shard of a stream.
 
-    The results' first axis is the batch, or counts something else that each shard has
-    of its own. The results of the shards are concatenated along this axis.
+    The results of the shards are concatenated along their first axis, which is the
+    batch, or an axis of values that each shard has of its own.
     """
     if not stream.scale.ndim:
         return fn(stream.x)

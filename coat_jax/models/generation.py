@@ -1,8 +1,8 @@
 """Generation: tokens that follow prompts, with a cache of keys and values.
 
 The prompts are computed in one pass, which stores the keys and values of every layer in
-a cache. Each further token is a pass over this token alone, whose attention reads the
-cache. Matmuls are those of the recipe "bf16", in the model's dtype, for models of any
+a cache. Each further token takes a pass over this token alone, in which attention reads
+the cache. Matmuls run as in the recipe "bf16", in the model's dtype, for models of any
 recipe.
 
 Prompts of different lengths are padded on the left, so that all of them end at one
@@ -39,8 +39,8 @@ class Generated(NamedTuple):
 
     Attributes:
       tokens: The tokens, with zeros after a stop token or string.
-      lengths: The number of tokens of each prompt, without a stop token. If a stop
-        string ends in a token, this token is the last that counts.
+      lengths: The number of tokens that follow each prompt. A stop token is not
+        counted. The token in which a stop string ends is counted, as the last one.
     """
 
     tokens: Int[Array, "b n"]
@@ -61,35 +61,35 @@ def generate(
     key: Key[Array, ""] | None = None,
     prompt_length: int | None = None,
 ) -> Generated:
-    """Generates tokens after prompts, until a stop or a number of tokens.
+    """Generates at most `max_new_tokens` tokens after each prompt, or up to a stop.
 
     The function compiles once for each number and length of prompts, and for each set
     of options. It can be called within `jax.jit` if the prompts are an array.
 
     The cache takes `2 * num_layers * num_kv_heads * head_dim` numbers in the model's
-    dtype for each token of the prompts and each new one, also in layers that attend to
-    a window alone.
+    dtype for each token of the prompts and each new one, also in layers that attend
+    only to a window.
 
     Args:
       model: The model, of any recipe.
       prompts: The prompts' tokens: sequences of any lengths, or an array without
         padding.
       max_new_tokens: The largest number of tokens to generate for a prompt.
-      stop_tokens: Tokens that end a prompt's generation. It stops as a whole when all
-        prompts have ended.
-      stop_strings: Strings that end a prompt's generation when they occur in its text
-        after the prompt, whatever tokens spell them. The last token may go on after
-        the string.
+      stop_tokens: Tokens that end a prompt's generation. The call returns early when
+        the generation of all prompts has ended.
+      stop_strings: Strings that end a prompt's generation when they occur in the text
+        after the prompt, whatever tokens spell them. The last token may have further
+        text after the string.
       token_bytes: The bytes of each token in text, which `stop_strings` need; see
         `coat_jax.models.hf.token_bytes`.
       temperature: The number that divides logits, or one for each prompt; 0 always
         takes the most likely token.
       top_k: The number of the most likely tokens to choose from; None means all.
-      top_p: The choice is among the fewest most likely tokens that together have at
-        least this probability; None means all tokens.
+      top_p: The least total probability of the tokens to choose from, which are the
+        fewest most likely ones that reach it; None means all tokens.
       key: The key of the random choices, which a temperature above 0 needs.
-      prompt_length: The length to which prompts are padded; None means the
-        longest prompt's. Calls with one length share a compiled program.
+      prompt_length: The length to which prompts are padded; None means the length of
+        the longest prompt. Calls with the same length share a compiled program.
 
     Raises:
       ValueError: If an option is invalid, if a prompt is not a sequence of integers,
@@ -148,11 +148,11 @@ class _Loop(NamedTuple):
     """The state of a generation between two tokens.
 
     Attributes:
-      count: The number of tokens that were chosen.
-      tokens: The tokens, with zeros for those to come.
-      lengths: The number of tokens of each prompt, without a stop token.
-      ended: Whether a stop token was chosen, or a stop string has ended.
-      stop_states: The states of `stop_strings` after the tokens.
+      count: The number of tokens that were chosen for each prompt.
+      tokens: The chosen tokens, with zeros in place of later ones.
+      lengths: The number of tokens that follow each prompt, without a stop token.
+      ended: Whether a prompt's generation has ended, by a stop token or string.
+      stop_states: The state of `stop_strings` after the tokens of each prompt.
       scores: The logits of the next token.
       cache: The keys and values of the prompts and of the chosen tokens.
     """

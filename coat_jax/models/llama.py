@@ -82,7 +82,7 @@ class Llama(nnx.Module):
     ) -> Float[Array, "b s vocab"]:
         """Computes the logits of each position's next token, in float32.
 
-        With `segment_ids` each position attends to its own document alone; see
+        With `segment_ids` each position attends only to its own document; see
         `cross_entropy`.
         """
         return self.logits(self.hidden(tokens, segment_ids))
@@ -151,7 +151,7 @@ class Llama(nnx.Module):
     def quantize_weights(self) -> None:
         """Quantizes the weights of every layer; see `DecoderLayer.quantize_weights`.
 
-        Call it at the beginning of a step that accumulates gradients.
+        Call the method at the beginning of a step that accumulates gradients.
 
         Examples:
           >>> import jax, jax.numpy as jnp
@@ -200,7 +200,7 @@ def apply_layers(
     def apply_with_routing(layer, carry):
         x, sums = carry
         x, routing = nnx.merge(graph, layer).with_routing(x, *documents)
-        # The rows of loads move up, and the last layer's comes last.
+        # Rows of loads move up by one, so that the loop ends with them in layer order.
         load = jnp.concatenate([sums.load[1:], routing.load[None]])
         balance, z = (a + b / depth for a, b in zip(sums[1:], routing[1:], strict=True))
         return x, Routing(load, balance, z)
@@ -224,12 +224,12 @@ def cross_entropy(
     Auxiliary losses of experts are not part of it; see `training_loss`.
 
     The loss of a token is `logsumexp(logits) - logits[target]`. Logits and their
-    gradients are computed in chunks of tokens, so that they never exist as a whole.
+    gradients are computed in chunks of tokens, so that memory never holds all of them.
 
     Sequences may hold several documents, one after the other, if `segment_ids` says
-    which is which. Each document then has the logits that it has alone: attention does
-    not cross documents, and RoPE depends on distances between positions only, so that
-    positions need not start again.
+    which document a token is in. Each document then has the logits that it has alone:
+    attention does not cross documents, and RoPE depends only on distances between
+    positions, so that positions need not start again.
 
     Args:
       model: The model.
@@ -284,16 +284,16 @@ def training_loss(
     """Computes the loss to train with: `cross_entropy`, and auxiliary losses.
 
     The loss is `cross_entropy + balance_weight * balance + z_weight * z` with the
-    weights of `config.experts`. It fits `jax.value_and_grad` and
-    `coat.value_and_update` with `has_aux=True`. Without experts it is `cross_entropy`.
+    weights of `config.experts`. Without experts the loss is `cross_entropy`. The
+    function fits `jax.value_and_grad` and `coat.value_and_update` with `has_aux=True`.
 
     Args:
       model: The model.
       tokens: The input of the model.
       targets: The token that follows each input token.
       weights: The weight of each target in the mean; see `cross_entropy`. Auxiliary
-        losses are of the tokens in this call. Their mean over microbatches is not the
-        loss of the whole batch, because loads differ between microbatches.
+        losses weigh all tokens of this call alike. Their mean over microbatches is not
+        the loss of the whole batch, because loads differ between microbatches.
       segment_ids: The number of each token's document; see `cross_entropy`.
 
     Returns:

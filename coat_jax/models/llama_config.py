@@ -1,4 +1,4 @@
-"""Shapes and precision of decoders, and published shapes."""
+"""The configuration of decoders, and the configurations of published models."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ class LlamaConfig:
     Attributes:
       vocab_size: The number of tokens in the vocabulary.
       hidden_size: The size of the residual stream.
-      intermediate_size: The size of the MLP's hidden layer, or of each expert's.
+      intermediate_size: The size of the hidden layer of the MLP, or of each expert.
       num_layers: The number of layers.
       num_heads: The number of query heads.
       num_kv_heads: The number of key and value heads.
@@ -33,35 +33,36 @@ class LlamaConfig:
       rope_theta: The base of RoPE's frequencies.
       rope_scaling: A change of RoPE's frequencies for long sequences, as in Llama 3.1.
       local_rope_theta: The base of RoPE in local layers, as in Gemma 3; None means the
-        same RoPE as in the others.
+        same RoPE in all layers.
       qkv_bias: Whether queries, keys and values have a bias, as in Qwen2.
       qk_norm: The RMSNorm of queries and keys: "none", "head" for each head as in Qwen3
         and Gemma 3, or "width" for all heads together as in OLMo 2.
       norm_placement: Where a layer's norms are: "before" attention and the MLP, "after"
         them as in OLMo 2, or "both" as in Gemma 2 and 3.
       norm_offset: A number that is added to the weights of norms, 1 in Gemma.
-      window: The number of positions that local layers attend to, the query's own one
-        included; None means all.
+      window: The number of positions that a query attends to in local layers, its own
+        one included; None means all.
       local_layers: Whether each layer is local; None means that all are if there is a
         window.
       attention_scale: The factor on products of queries and keys; None means
         1 / sqrt(head_dim).
-      attention_softcap: The bound of attention's scores, as in Gemma 2; None means
-        none.
-      logit_softcap: The bound of logits, as in Gemma 2; None means none.
+      attention_softcap: The bound of attention's scores, as in Gemma 2; None means no
+        bound.
+      logit_softcap: The bound of logits, as in Gemma 2; None means no bound.
       embedding_scale: A factor on embeddings, sqrt(hidden_size) in Gemma.
       experts: The experts of every layer, in the MLP's place; None means one MLP.
       tie_embeddings: Whether the output head is the transpose of the embedding.
       dtype: The dtype of the computation.
       param_dtype: The dtype of the parameters.
-      recipe: The precision recipe of the layers: "bf16", "te", "coat" or "coat_max".
+      recipe: The precision recipe of the layers; see `recipes.RECIPES`.
       scaling: The scaling of gradients in the layers; see `DecoderLayer`.
-      batch_axes: The mesh axes that split the batch, for meshes whose axes are
-        automatic: there no type says how tokens are split, and XLA may split the
-        residual stream in another way. Each shard of the batch has gradient scales of
-        its own if scaling is just in time.
-      context: How sequences are split over devices; None means that they are whole. It
-        says what splits the batch, too. Generation runs whole sequences.
+      batch_axes: The mesh axes that split the batch, for meshes with automatic axes:
+        there no type says how tokens are split, and XLA may split the residual stream
+        in another way. Each shard of the batch has gradient scales of its own if
+        scaling is just in time.
+      context: How sequences are split over devices; None means that they are whole. A
+        context also says which mesh axes split the batch. Generation does not split
+        sequences.
     """
 
     vocab_size: int
@@ -171,8 +172,8 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, **rest):
     )
 
 
-# Published shapes, and 300m between them. The vocabularies of OLMo, 124m and 300m are
-# padded to a multiple of 128.
+# Published shapes, and "300m" with a size between two of them. The vocabularies of
+# OLMo, 124m and 300m are padded to a multiple of 128.
 CONFIGS: dict[str, LlamaConfig] = {
     "124m": _llama(768, 2048, 12, 12, vocab_size=50_304, tie_embeddings=True),
     "300m": _llama(1024, 2816, 24, 16, vocab_size=50_304, tie_embeddings=True),
@@ -201,7 +202,7 @@ CONFIGS: dict[str, LlamaConfig] = {
         32,
         num_kv_heads=8,
         rope_theta=1e6,
-        # Both families count the load of a token's experts without their number.
+        # In both families' losses the loads add up to `top_k`; here they add up to 1.
         experts=Experts(num_experts=8, top_k=2, balance_weight=2 * 0.02, z_weight=0.0),
     ),
     "qwen3-30b-a3b": _llama(

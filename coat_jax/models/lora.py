@@ -6,7 +6,7 @@ A matmul with an adapted weight computes
 
 where `w` is frozen and `a` [rank, k] and `b` [..., rank] are trained. The weights of
 queries, keys and values are one matrix here, and so are gate and up: each pair of
-adapters is of the whole matrix. `b` begins as zeros.
+adapters belongs to the whole matrix. `b` is zero at first.
 """
 
 import dataclasses
@@ -93,7 +93,7 @@ class AdaptedWeight(nnx.Module):
         self.b = nnx.Param(jnp.zeros((*weight.shape[:-1], rank), jnp.float32))
 
     def __getitem__(self, key: object) -> Adapted:
-        """Returns the weight as matmuls read it, as a parameter returns its array."""
+        """Returns the weight with its adapters, as matmuls read it, for any key."""
         weight = self.codes[...]
         if self.scale is not None:
             weight = Codes(weight, None, self.scale[...])
@@ -104,9 +104,9 @@ _freeze = jax.jit(freeze)
 
 
 def _frozen_layers(weight: Float[Array, "layers ... k"]) -> Codes:
-    """Freezes the weights of each layer.
+    """Quantizes the frozen weights of each layer; see `freeze`.
 
-    On CPUs a loop of XLA's would take several times as long as these calls.
+    On CPUs a loop in XLA would take several times as long as these calls.
     """
     layers = [_freeze(weight[layer]) for layer in range(len(weight))]
     return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
@@ -115,13 +115,13 @@ def _frozen_layers(weight: Float[Array, "layers ... k"]) -> Codes:
 def linear(x: Float[Array, "*batch k"], w: Adapted) -> Float[Array, "..."]:
     """Computes a matmul with an adapted weight, in the dtype of `x`."""
     y = frozen_linear(x, w.weight)
-    # The factor multiplies the smallest array of these: no wide one is written for it.
+    # The factor multiplies the smallest array, so that no large array is written again.
     low = jnp.tensordot(x, w.a.astype(x.dtype), axes=(-1, -1)) * w.factor
     return y + jnp.tensordot(low, w.b.astype(x.dtype), axes=(-1, -1))
 
 
 # The recipes of layers with adapters. No recipe computes gradients of frozen weights.
-# "coat_max" saves queries, keys and values in FP8, and attention runs again.
+# "coat_max" saves queries, keys and values in FP8, and backward runs attention again.
 RECIPES: dict[RecipeName, PlainRecipe] = {
     "bf16": PlainRecipe(linear=linear),
     # The projection reads the output that attention saves.
@@ -151,8 +151,9 @@ def adapt(
       rngs: The random number generators for the adapters.
 
     Raises:
-      ValueError: If the rank is no positive integer, `alpha` no positive number, the
-        recipe knows no adapters, or the model has experts or adapters.
+      ValueError: If the rank is not a positive integer, `alpha` is not a positive
+        number, `recipe` has no support for adapters, or the model has experts,
+        adapters, or another recipe than "bf16".
 
     Examples:
       >>> import jax

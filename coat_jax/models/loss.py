@@ -28,9 +28,10 @@ def weighted_loss(
 ) -> Float[Array, ""]:
     """Computes the sum of all tokens' losses, each multiplied by its share.
 
-    If it is differentiated, forward computes the gradients of a chunk together with its
-    loss, while the chunk's logits exist. They are gradients of the sum already, so that
-    no other pass multiplies them by the shares. Shares have no gradients.
+    If the function is differentiated, forward computes the gradients of a chunk
+    together with its loss, while the chunk's logits exist. These are already gradients
+    of the sum, so that no other pass multiplies them by the shares. Shares have no
+    gradients.
     """
     return _Loss(softcap)(hidden, head, targets, shares)
 
@@ -99,7 +100,7 @@ class _Loss(operations.OfParts):
 
 @dataclasses.dataclass(frozen=True)
 class _LossAndGrads(_Loss):
-    """The loss, and its gradients with respect to `hidden` and `head`."""
+    """The operation of `weighted_loss` with gradients of `hidden` and `head`."""
 
     def reference(self, hidden, head, targets, shares):
         def add(carry, chunk):
@@ -124,9 +125,9 @@ def _chunk_loss(
 ) -> Float[Array, ""]:
     """Computes the sum of a chunk's losses, each multiplied by its share."""
     scores = logits(hidden, head, softcap)
-    # A comparison selects the target's logit, because its gradient fuses with that of
-    # the other logits. The gradient of an index is a scatter, which would read and
-    # write arrays of this size twice more.
+    # A comparison selects the target's logit, because its gradient fuses with the
+    # gradient of the other logits. The gradient of an index is a scatter, which would
+    # read and write arrays of this size twice more.
     is_target = targets[:, None] == jnp.arange(scores.shape[1])[None]
     picked = jnp.sum(jnp.where(is_target, scores, 0.0), axis=-1)
     return jnp.sum(shares * (jax.nn.logsumexp(scores, axis=-1) - picked))
@@ -168,7 +169,7 @@ def _logits(hidden, head):
 def _product(
     a: Array, b: Array, numbers: lax.DotDimensionNumbers, where: jax.NamedSharding
 ) -> Float[Array, "..."]:
-    """Computes a matmul with a float32 result, split as `where` if it says so."""
+    """Computes a matmul with a float32 result, sharded as `where` on explicit axes."""
     return lax.dot_general(
         a,
         b,
@@ -197,11 +198,14 @@ _logits.defvjp(_logits_fwd, _logits_bwd)
 
 
 def chunk_of_logits(tokens: int, vocab_size: int) -> tuple[int, int]:
-    """Returns the shape of the logits that `cross_entropy` computes at a time."""
+    """Returns the shape of a chunk of logits in `cross_entropy`."""
     return tokens // _num_chunks(tokens, vocab_size), vocab_size
 
 
 def _num_chunks(tokens: int, vocab_size: int) -> int:
-    """Returns the smallest divisor of `tokens` that keeps a chunk's logits small."""
+    """Returns the smallest number of chunks of equal size for a number of tokens.
+
+    A chunk has at most `_LOGITS_PER_CHUNK` logits.
+    """
     fewest = math.ceil(tokens * vocab_size / _LOGITS_PER_CHUNK)
     return next(n for n in range(max(fewest, 1), tokens + 1) if tokens % n == 0)

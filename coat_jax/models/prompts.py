@@ -19,7 +19,8 @@ def temperatures_of(
     """Returns a temperature for each prompt, and whether one may be above 0.
 
     Raises:
-      ValueError: If there is not one for each, or one is negative or not finite.
+      ValueError: If there is neither one temperature nor one for each prompt, or a
+        temperature is negative or not finite.
     """
     is_traced = any(
         isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(temperature)
@@ -42,10 +43,11 @@ def temperatures_of(
 def stop_transitions(
     strings: Sequence[str], token_bytes: Sequence[bytes] | None, model: Llama
 ) -> Int[Array, "states vocab"] | None:
-    """Returns the table of stop strings; None if there are none.
+    """Returns the table of `stop_strings.transitions`; None without strings.
 
     Raises:
-      ValueError: If the bytes of a token are missing, or are not of the type `bytes`.
+      ValueError: If `strings` is a single string, `token_bytes` is None or longer than
+        the vocabulary, or the bytes of a token are not of the type `bytes`.
     """
     if isinstance(strings, str):
         raise ValueError(f"stop_strings must be a list of strings, got {strings!r}")
@@ -103,7 +105,7 @@ def padded_prompts(
 
 
 def _are_known(x: jax.Array | np.ndarray) -> bool:
-    """Returns whether an array has values here; a tracer has none."""
+    """Returns whether this process can read an array's values; a tracer has none."""
     if isinstance(x, jax.core.Tracer):
         return False
     return isinstance(x, np.ndarray) or x.is_fully_addressable
@@ -113,7 +115,7 @@ def _row(prompt: Sequence[int]) -> Int[np.ndarray, " p"]:
     """Returns a prompt as an array.
 
     Raises:
-      ValueError: If it is not a sequence of integers.
+      ValueError: If the prompt is not a sequence of integers.
     """
     row = np.asarray(prompt)
     integers = np.issubdtype(row.dtype, np.integer) or not row.size

@@ -1,4 +1,4 @@
-"""The choice of a next token from its logits."""
+"""The choice of the next token from logits."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from jaxtyping import Array, Float, Int, Key
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The tokens that may be chosen.
+    """The tokens among which `choose` samples.
 
     Attributes:
-      top_k: The number of the most likely tokens to choose from; None means all.
-      top_p: Least total probability of the most likely tokens to choose from;
-        None means 1. The token that reaches it is among them.
+      top_k: The number of most likely tokens that may be sampled; None means all.
+      top_p: The least total probability of the tokens that may be sampled, which are
+        the fewest most likely ones that reach it; None means all tokens.
     """
 
     top_k: int | None = None
@@ -52,8 +52,8 @@ class Sampling:
     def masked(self, scores: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
         """Returns the logits with -inf for all tokens that must not be chosen.
 
-        If only some of several equal logits may be kept, the tokens of the smallest
-        numbers keep theirs.
+        If only some of several equal logits may be kept, the tokens with the lowest
+        indices keep theirs.
         """
         if self.top_k is None and self.top_p is None:
             return scores

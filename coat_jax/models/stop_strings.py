@@ -2,8 +2,9 @@
 
 A string may begin and end within tokens, and different tokens may spell it. So the
 automaton of Aho and Corasick (1975) follows the tokens' bytes. Its state is the longest
-end of the text so far with which a string begins. A table has the state to which a
-whole token leads from each state, so that a step of generation reads one number of it.
+suffix of the text so far that is a prefix of a string. A table has the state to which a
+whole token leads from each state, so that a step of generation reads one entry of the
+table for each prompt.
 """
 
 import functools
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-FOUND = 0  # The state after a string has ended.
+FOUND = 0  # The state after a string has occurred in the text.
 START = 1
 
 
@@ -58,7 +59,7 @@ def _utf8(string: str) -> bytes:
 
 def _automaton(strings: Sequence[bytes]) -> Int[np.ndarray, "states 256"]:
     """Returns the state to which each byte leads from each state."""
-    # A state is the beginning of a string, or that a string has ended.
+    # Each state is a prefix of a string, except for `FOUND`.
     beginnings = {string[:end] for string in strings for end in range(len(string))}
     states = {b"": START}
     for number, beginning in enumerate(sorted(beginnings - {b""}), START + 1):

@@ -1,9 +1,10 @@
 """A vision transformer: the image encoder of a vision-language model.
 
-Its blocks are those of SigLIP and CLIP: LayerNorms with parameters, biases, attention
-without a mask and an MLP with one GELU. The FP8 flow of `coat_jax.layers` has causal
-attention and gated MLPs only, so the blocks are made of `nnx.Linear`, and their recipes
-of `coat.fp8_dot_general` and `coat.fp8_remat`, as users put them around their models.
+Its blocks are as in SigLIP and CLIP: LayerNorms with parameters, biases, attention
+without a mask and an MLP with one GELU. The FP8 flow of `coat_jax.layers` has only
+causal attention and gated MLPs. So the blocks consist of `nnx.Linear`, and their
+recipes use `coat.fp8_dot_general` and `coat.fp8_remat`, as users do in their own
+models.
 """
 
 import dataclasses
@@ -75,7 +76,7 @@ class VitConfig:
 
     @property
     def grid_size(self) -> int:
-        """The number of patches in a row, and of rows."""
+        """The number of rows of patches in an image, and of patches in a row."""
         return self.image_size // self.patch_size
 
 
@@ -85,7 +86,7 @@ def _identity(fn: Callable) -> Callable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The matmuls of a recipe, and the wrappers that choose what it saves.
+    """The matmuls of a recipe, and the wrappers that choose the residuals to save.
 
     Attributes:
       dot_general: The `dot_general` of `nnx.Linear`.
@@ -121,7 +122,7 @@ class LayerNorm(nnx.Module):
     """A LayerNorm with parameters.
 
     Flax's LayerNorm computes the same, but saves two arrays of the size of its input
-    for the backward pass. This one saves one.
+    for the backward pass. This module saves one.
 
     Args:
       size: The size of the last axis.
@@ -145,7 +146,7 @@ class LayerNorm(nnx.Module):
 class Vit(nnx.Module):
     """An image encoder; `blocks` holds the stacked parameters of all blocks.
 
-    The embedding of patches stays in `config.dtype`, as Llama's embedding does.
+    The matmul that embeds patches runs in `config.dtype` in all recipes.
 
     Args:
       config: The shape and precision of the model.
@@ -180,7 +181,8 @@ class Vit(nnx.Module):
             param_dtype=config.param_dtype,
             rngs=rngs,
         )
-        # SigLIP's initialization: much smaller positions are lost among the pixels.
+        # SigLIP's initialization: much smaller embeddings of positions would be lost
+        # among the embeddings of pixels.
         init = nnx.initializers.normal(1 / math.sqrt(config.hidden_size))
         shape = config.grid_size**2, config.hidden_size
         self.positions = nnx.Param(init(rngs.params(), shape, config.param_dtype))

@@ -2,10 +2,10 @@
 
 LLaVA and VILA have this architecture. The encoder turns an image into vectors, the
 projector turns these into embeddings of the decoder's size, and the decoder reads them
-in place of image tokens, in front of the text or within it. Loss is on answers only.
+in place of image tokens, in front of the text or within it. Only answers have a loss.
 
-The decoder is `coat_jax.models.llama`, whose recipes run the FP8 flow. The encoder and
-the projector have the recipes of `coat_jax.models.vit`.
+The decoder is `coat_jax.models.llama`, with recipes that run the FP8 flow. The encoder
+and the projector have the recipes of `coat_jax.models.vit`.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class VlmConfig:
     Attributes:
       vision: The configuration of the encoder; its recipe is also the projector's.
       text: The configuration of the decoder.
-      image_token: The token in whose place the decoder reads an embedding of an image.
+      image_token: The token that the decoder replaces by an embedding of an image.
       merge_size: The height and width of the square of patches that becomes one
         embedding: 1, or 2 to have a fourth of the image tokens.
     """
@@ -114,8 +114,8 @@ class VisionLanguageModel(nnx.Module):
         """Computes embeddings of images, in the order of their image tokens.
 
         Args:
-          images: The images of each sequence, in the order in which it has them. Their
-            values are usually in [-1, 1].
+          images: The images of each sequence, in the order of their image tokens.
+            Values are usually in [-1, 1].
 
         Raises:
           ValueError: If images are not floating or not of the configuration's size, or
@@ -142,8 +142,8 @@ class VisionLanguageModel(nnx.Module):
         Args:
           image_embeddings: The embeddings that `encode` returns.
           tokens: The tokens; a sequence has `config.tokens_per_image` image tokens for
-            each of its images, see `check_tokens`. More image tokens than embeddings
-            make the sequence's results NaN.
+            each of its images; see `check_tokens`. If a sequence has more image tokens
+            than embeddings, its results are NaN.
         """
         is_image = tokens == self.config.image_token
         which = jnp.cumsum(is_image, axis=1) - 1
@@ -163,9 +163,10 @@ class VisionLanguageModel(nnx.Module):
 
 
 class Projector(nnx.Module):
-    """A two-layer MLP with GELU from patches of the encoder to the decoder's size.
+    """A two-layer MLP with GELU that maps the encoder's output to the decoder's size.
 
-    Squares of `merge_size` by `merge_size` patches become one vector first.
+    Before the MLP, each square of `merge_size` by `merge_size` patches is concatenated
+    to one vector.
 
     Args:
       config: The configuration of the model.
@@ -184,7 +185,7 @@ class Projector(nnx.Module):
         self.down = vit.linear(hidden, hidden, config.vision, rngs)
 
     def __call__(self, x: Float[Array, "b patches v"]) -> Float[Array, "b n h"]:
-        """Computes the embeddings of patches that follow one another row by row."""
+        """Computes embeddings for the decoder from patches in row-major order."""
         grid = self.config.vision.grid_size
         x = vit.cut(x.reshape(-1, grid, grid, x.shape[-1]), self.config.merge_size)
         return vit.precision(self.config.vision.recipe).segment(Projector._mlp)(self, x)
@@ -208,8 +209,8 @@ def cross_entropy(
       images: The images of each sequence.
       tokens: The input of the decoder.
       targets: The token that follows each input token.
-      is_answer: Whether a target belongs to an answer; others have no loss. Without
-        any the loss is 0.
+      is_answer: Whether each target belongs to an answer; other targets have no loss.
+        If no target belongs to an answer, the loss is 0.
 
     Raises:
       ValueError: If the shapes of `tokens`, `targets` and `is_answer` differ.
@@ -225,8 +226,8 @@ def check_tokens(
     """Checks that sequences have as many image tokens as their images have embeddings.
 
     Raises:
-      ValueError: If a sequence has another number. A compiled function cannot check
-        this, so check data before it gets there.
+      ValueError: If a sequence has another number of image tokens. A compiled function
+        cannot check this, so check the data before you pass them to one.
 
     Examples:
       >>> import numpy as np

@@ -30,18 +30,21 @@ def experts_sum(
     experts: Experts,
     axis_name: str | None = None,
 ) -> tuple[Float[Array, "tokens h"], Shares]:
-    """Computes the weighted sum of each token's experts, in the dtype of `h`.
+    """Computes the weighted sum of the outputs of each token's experts.
 
     Args:
       params: The parameters; see `Recipe.experts`.
       h: The norm's output.
       product: The matmul of rows by expert.
       gated: A function of gate and up [rows, 2, f] and the weights of rows [rows, 1],
-        which returns what `down` reads.
+        which returns the operand [rows, f] of `down`.
       experts: The experts.
       axis_name: The mesh axis that splits the experts, within `shard_map`.
+
+    Returns:
+      The sums in the dtype of `h`, and the router's statistics.
     """
-    # Backward reads the norm's output in its own dtype.
+    # Backward reads the norm's output in its own dtype, not a float32 copy of it.
     logits = jax.checkpoint(router_logits)(h, params["router"])
     ids = chosen_experts(logits, experts, params["router_bias"])
     weights, shares = routed(logits, ids, experts)
@@ -60,9 +63,9 @@ def weighted_gate(
 ) -> Float[Array, "rows f"]:
     """Computes `activation(gate) * up * weights`, rounded to the dtype of `gate_up`.
 
-    Experts are weighted before their last matmul, so that its results, which are as
-    large as all rows of the residual stream, need not be saved for the gradients of
-    weights.
+    Experts are weighted before their last matmul, so that its results, with a row of
+    the residual stream's size for each choice, need not be saved for the gradients of
+    these weights.
     """
     a = gate(gate_up[:, 0], gate_up[:, 1])
     return _weighted(a, weights)
@@ -70,7 +73,7 @@ def weighted_gate(
 
 @jax.checkpoint
 def _weighted(a: Array, weights: Array) -> Array:
-    """Computes the product in float32, and saves `a` in its own dtype."""
+    """Computes `a * weights` in float32, but saves `a` in its own dtype."""
     return (a.astype(jnp.float32) * weights).astype(a.dtype)
 
 

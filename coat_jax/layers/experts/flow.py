@@ -3,14 +3,15 @@
 Forward quantizes the norm's output once, with a scale per token, and gathers codes into
 the order of experts. For backward it saves FP8 copies, in groups of 16, of the layer's
 input and of gate and up, and the routing: experts, logits and order of the rows. All
-else is computed again. The matmuls of weight gradients read transposed codes, in which
-every expert begins at a multiple of 128.
+other arrays are recomputed. The matmuls of weight gradients read transposed codes, in
+which the columns of every expert begin at a multiple of 128.
 
-The weight of a choice multiplies what `down` reads, not what it writes. So it is a part
-of a row's scale in forward, and its gradient is a sum over the products of the gate's
-output and its gradient: the outputs of experts are not saved. In backward, products
-with weights have one scale for all experts, and a power of two for each: an expert with
-small weights keeps its gradients.
+The router's weight of a choice multiplies the input of `down`, not the output. So the
+weight is a factor of a row's scale in forward, and its gradient is the sum of the
+gate's output times the gradient of that output: the outputs of experts are not saved.
+In backward, arrays that are multiplied by these weights have one scale for all experts
+and a power of two for each expert, so that gradients of an expert with small weights do
+not underflow.
 """
 
 from functools import partial
@@ -63,9 +64,9 @@ def experts_mlp(
     """Computes `x` plus the weighted sum of each token's experts; see `Experts`.
 
     An expert is a gated MLP of `norm(x)`. `params` holds `norm` [h] or None, `router`
-    [e, h], `router_bias` [e] or None, `gate_up` [g, 2, f, h] and `down` [g, h, f], with
-    the e experts to choose from and the shared ones. `axis` says whether the
-    devices of a mesh axis have experts each.
+    [e, h], `router_bias` [e] or None, `gate_up` [g, 2, f, h] and `down` [g, h, f], of e
+    experts to choose from and g - e shared ones. `axis` says whether a mesh axis splits
+    the experts.
     """
 
     def segment(params, stream):
@@ -146,7 +147,10 @@ def _grads_by_shards(run, residuals, cotangents):
 
 
 def _shard_grads(norm, gate, experts, axis_name, residuals, cotangents):
-    """Computes the gradient of a shard's tokens, and its part of the parameters'."""
+    """Computes the gradients of the parameters and the stream, from one shard's tokens.
+
+    The gradients of the parameters are still to be summed over shards.
+    """
     params, groups, (inner, inner_scale), (ids, logits, saved), scales = residuals
     (h_scale,), (a_scale,) = scales
     dy, dshares = cotangents
@@ -197,8 +201,8 @@ _segment.defvjp(_forward, _backward)
 
 
 def _numbers(groups: Scaled, dtype: DTypeLike) -> Float[Array, "..."]:
-    """Returns the numbers of groups in bfloat16 for that dtype, else in float32."""
-    # XLA fuses the decoding with what reads the numbers, and not with a kernel.
+    """Dequantizes groups to bfloat16 if that is `dtype`, and otherwise to float32."""
+    # XLA fuses the reference implementation, unlike a kernel, with its readers.
     return kernels.dequantize_groups(
         groups, dtype=stored(dtype), group=GROUP, implementation="reference"
     )

@@ -1,9 +1,10 @@
-"""Experts on the devices of a mesh axis, each of which has tokens and experts.
+"""Expert parallelism: each device of a mesh axis has some experts and some tokens.
 
-A layer runs within `shard_map` over all devices: each routes its own tokens, sends them
-to the devices of their experts, multiplies what it is sent, and returns the results;
-see `coat_jax.layers.experts.sent`. The FP8 flow quantizes weights before, so that the
-mesh gathers codes if another axis splits them, too.
+A layer runs within `shard_map` over all devices. Each device routes its own tokens,
+sends them to the devices of their experts, multiplies the rows that it receives, and
+sends the results back; see `coat_jax.layers.experts.sent`. The FP8 flow quantizes
+weights before `shard_map`, so that devices gather codes if another mesh axis splits the
+weights, too.
 """
 
 import dataclasses
@@ -32,13 +33,14 @@ class ExpertAxis:
     """The mesh axis "expert" that splits the experts of a layer, if there is one.
 
     Tokens are split over the axes of the batch and over "expert". If "expert" is among
-    the axes of the batch, as it should be, the rest of the layer is split like them.
+    the axes of the batch, as it should be, the rest of the layer is split over the same
+    axes.
 
     Attributes:
       name: The name of the axis; None if every device has all experts.
       batch: The mesh axes that split the batch.
       spread: Whether arrays are spread over the mesh, so that the layer has to enter
-        `shard_map`. Within the caller's they are not.
+        `shard_map`. Within the caller's `shard_map` they are not.
       num_experts: The number of experts to choose from.
     """
 
@@ -56,16 +58,17 @@ class ExpertAxis:
         experts: Experts,
         sent: bool = True,
     ) -> "ExpertAxis":
-        """Returns the axis of the mesh that parameters and tokens are on.
+        """Returns the expert axis of the mesh that parameters and tokens are on.
 
-        Without `sent` there is none, and XLA gathers the weights of experts.
+        If `sent` is false, no axis splits the experts, and XLA gathers their weights.
 
-        Within `shard_map` over an axis "expert", weights are the device's: first of its
-        experts, then of shared experts.
+        Within the caller's `shard_map` over an axis "expert", `params` has weights of
+        the device's own experts, followed by the shared experts.
 
         Raises:
-          ValueError: If the axis does not divide the experts, the axes of tokens do not
-            divide the batch or are unknown, or the mesh splits anything else.
+          ValueError: If the size of the axis does not divide the number of experts, the
+            axes of tokens are unknown or do not divide the batch, or the mesh splits
+            anything else.
         """
         mesh = array_types.mesh_of((x, params["gate_up"]))
         if mesh is None:
@@ -127,17 +130,21 @@ class ExpertAxis:
 
     @property
     def tokens(self) -> P:
-        """The spec of arrays of tokens, and of what every device has of its own."""
+        """The partition spec of tokens, and of other arrays that differ by device."""
         return P(self._axes)
 
     @property
     def params(self) -> dict[str, Any]:
-        """The specs of parameters that are `split`."""
+        """The partition specs of the parameters that `split` returns."""
         replicated = dict.fromkeys(("norm", "router", "router_bias"), P())
         return replicated | dict.fromkeys(WEIGHTS, (P(EXPERT), P()))
 
     def split(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns parameters with weights as pairs: chosen and shared experts'."""
+        """Returns `params` with each weight of experts split into a pair.
+
+        The pair is the weights of the experts to choose from, and of the shared ones or
+        None.
+        """
 
         def parts(w: Any) -> tuple[Any, Any]:
             if jax.tree.leaves(w)[0].shape[0] == self.num_experts:
@@ -150,10 +157,12 @@ class ExpertAxis:
     def over_devices(
         self, fn: Callable, x: Array, in_specs: Any, out_specs: Any
     ) -> Callable:
-        """Wraps a function of `split` parameters and more to run on each device.
+        """Wraps a function of parameters and other arrays to run on each device.
+
+        The wrapped function takes parameters that `split` returned.
 
         Args:
-          fn: A function of parameters and other arrays.
+          fn: A function of unsplit parameters and other arrays.
           x: An array with the mesh in its type.
           in_specs: The specs of the arguments.
           out_specs: The specs of the results.
@@ -178,13 +187,13 @@ class ExpertAxis:
         """Computes a segment's gradients on each device, and adds them up.
 
         Results are like the results of `by_shards`. The stream's gradient has a scale
-        for each shard of the batch, the largest one of the shard's devices.
+        for each shard of the batch, the largest scale of the shard's devices.
 
         Args:
-          run: A function of residuals and cotangents, the first of each parameters and
-            a stream.
+          run: A function of residuals and cotangents. The first residual is the
+            parameters, and the first cotangent is a stream.
           residuals: The residuals.
-          cotangents: The stream's gradient and more.
+          cotangents: The gradients of the stream and of the `Shares`.
         """
         params, *saved = residuals
         dy, dshares = cotangents
@@ -204,15 +213,16 @@ class ExpertAxis:
         spread = self.over_devices(shard, dy.x, in_specs, out_specs)
         arrays = self.split(params), tuple(saved), dy.x, dy.scale, dshares
         grads, dx, scale = spread(*arrays)
-        # Devices get their parts of these sums alone.
+        # Each device gets only its part of these sums.
         grads |= {name: _total(*grads[name]) for name in WEIGHTS}
         scale = jnp.max(scale.reshape(*dy.scale.shape, -1), axis=-1)
         return finished(params, dy, grads, [Stream(dx, scale)])
 
     def _parts(self, gradient: Array) -> tuple[Array, Array | None]:
-        """Returns the gradients of this device's experts, and the sums of shared ones.
+        """Returns the gradients of this device's experts, and of the shared experts.
 
-        The first ones have a leading axis, over which they are not added up yet.
+        The former get a leading axis, over which they are still to be summed. The
+        latter are summed over all devices, or None without shared experts.
         """
         count = self.num_experts // lax.axis_size(EXPERT)
         if len(gradient) == count:
@@ -248,6 +258,6 @@ def _joined(parts: tuple[Any, Any]) -> Any:
 
 
 def _total(chosen: Array, shared: Array | None) -> Array:
-    """Adds up gradients of chosen experts, and appends the shared experts' sums."""
+    """Sums gradients of chosen experts over devices, and appends the shared ones'."""
     chosen = exchange.total(chosen)
     return chosen if shared is None else jnp.concatenate([chosen, shared])

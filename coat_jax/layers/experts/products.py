@@ -1,10 +1,11 @@
-"""Matmuls of rows by expert: of FP8 codes, and with derivatives for plain recipes.
+"""Matmuls of rows by expert: on FP8 codes, and differentiable for plain recipes.
 
-Weights are [experts, out, in]. In FP8 a weight is quantized twice, where it is read.
-Forward every output of an expert has a scale. The input gradient sums over outputs, so
-there an expert has one, the largest of its outputs: nothing searches the weights for
-their amax again. Weight gradients sum over rows, so activations and their gradients
-have a scale per tensor in backward.
+Weights are [experts, out, in]. In FP8 each weight is quantized twice, for forward and
+for backward. In forward each output feature of an expert has a scale. The matmul of the
+input gradient contracts the output features, so there each expert has one scale, the
+largest of its forward scales: no second pass computes an amax. Matmuls of weight
+gradients contract rows, so in backward activations and their gradients have one scale
+per tensor.
 """
 
 import dataclasses
@@ -32,8 +33,8 @@ from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Scaled
 from pallas_kernels.dispatch import array_types
 
-# A matmul of activations, weights by expert, and whether activations are [tokens, in],
-# so that every row reads its token, or [rows, in].
+# A function (x, w, rows, of_tokens) that multiplies rows by their experts' weights. If
+# `of_tokens`, x is [tokens, in] and every row reads its token; otherwise [rows, in].
 Product = Callable[[Array, Array, Rows, bool], Float[Array, "rows out"]]
 
 
@@ -43,7 +44,8 @@ class WeightOfExperts:
     """Codes of the weights of experts, for one matmul.
 
     Attributes:
-      codes: The codes [experts, out, in] and their scales.
+      codes: The codes [experts, out, in] for forward, or [experts, in, out] for
+        backward, with a scale for each row of the matrices.
       dtype: The dtype of the weights.
     """
 
@@ -52,14 +54,17 @@ class WeightOfExperts:
 
     @classmethod
     def forward(cls, w: Float[Array, "experts out in"]) -> "WeightOfExperts":
-        """Quantizes weights for `forward_product`, with a scale for each output."""
+        """Quantizes weights for `forward_product`, with a scale per output feature."""
         return cls(codes=quantize_tokens(w), dtype=w.dtype)
 
     @classmethod
     def backward(
         cls, w: Float[Array, "experts out in"], scale: Float[Array, " experts"]
     ) -> "WeightOfExperts":
-        """Quantizes weights for `input_gradient`, with `scale_of_experts`."""
+        """Quantizes weights for `input_gradient`, with a scale for each expert.
+
+        `scale` is the property `scale_of_experts` of the codes for forward.
+        """
         count, _, inputs = w.shape
         scale = jnp.broadcast_to(scale[:, None], (count, inputs))
         codes = kernels.quantize_columns(quantizable(w), scale)
@@ -72,14 +77,14 @@ class WeightOfExperts:
 
     @property
     def scale_of_experts(self) -> Float[Array, " experts"]:
-        """The largest scale of each expert's outputs, of weights for forward."""
+        """The largest scale of each expert, in codes for forward."""
         return jnp.max(self.codes.scale, axis=1)
 
 
 def forward_product(
     x: Scaled, w: WeightOfExperts, rows: Rows, dtype: DTypeLike
 ) -> Float[Array, "rows out"]:
-    """Multiplies codes of rows, which have a scale each, by the experts' weights."""
+    """Multiplies rows of codes, with a scale per row, by their experts' weights."""
     return once(grouped(x, w.codes, rows.sizes, rows.tiles(), dtype))
 
 
@@ -93,7 +98,7 @@ def input_gradient(
 ) -> Any:
     """Computes the gradient of a matmul's rows from codes of its result's gradient.
 
-    With `keep_maxima` it returns the amax of parts of the gradient, too.
+    With `keep_maxima` it also returns the amax of each part of the computed gradient.
     """
     options = {"keep_maxima": keep_maxima}
     return grouped(dy, w.codes, rows.sizes, rows.tiles(), dtype, **options)
@@ -102,12 +107,12 @@ def input_gradient(
 def weight_gradient(
     dy: Scaled, x: Scaled, rows: Rows, dtype: DTypeLike
 ) -> Float[Array, "experts out in"]:
-    """Computes the gradient of the weights.
+    """Computes the gradient of the experts' weights from transposed codes.
 
     Args:
       dy: Codes of the result's gradient, transposed as by `grouped_transpose`, with a
         scale per tensor or expert.
-      x: Codes of the rows, likewise.
+      x: Codes of the rows, also transposed, with such a scale.
       rows: The rows.
       dtype: The dtype of the weights.
     """
@@ -117,7 +122,7 @@ def weight_gradient(
 
 
 def merged(w: Float[Array, "experts *out in"]) -> Float[Array, "experts n in"]:
-    """Returns the weights of an expert as one matrix."""
+    """Merges all output axes, so that the weights of an expert are one matrix."""
     return w.reshape(len(w), -1, w.shape[-1])
 
 
@@ -130,9 +135,9 @@ def plain_product(
 ) -> Float[Array, "rows out"]:
     """Multiplies rows by the weights of their experts, in the dtype of `x`.
 
-    With `of_tokens` `x` has a row for each token. It is saved, and the rows of choices
-    are gathered again. In bfloat16 the kernels of grouped matmuls compute it, in other
-    dtypes `jax.lax.ragged_dot`.
+    With `of_tokens`, `x` has a row for each token. Then `x` is saved, and backward
+    gathers the rows of experts from it again. In bfloat16 the kernels of grouped
+    matmuls run, and in other dtypes `jax.lax.ragged_dot`.
     """
     return _plain(x, w, rows, of_tokens)
 
@@ -149,7 +154,7 @@ def _multiplied(x, w, rows):
     return _ragged_dot(x, w, rows.sizes)
 
 
-# JAX maps `ragged_dot` over first axes alone, and not if the weights have none.
+# `vmap` of `ragged_dot` needs mapped weights, and maps only over first axes.
 @jax.custom_batching.sequential_vmap
 def _ragged_dot(x, w, sizes):
     return lax.ragged_dot(x, w.swapaxes(1, 2), sizes)
@@ -187,10 +192,10 @@ plain_product.defvjp(_plain_fwd, _plain_bwd)
 
 
 def _total_like(w: Array, dw: Array) -> Array:
-    """Adds up the gradient over the devices that have the same weights.
+    """Sums a weight's gradient over the devices that have the same weight.
 
-    Within `shard_map` weights are saved as they came in: arguments take no memory, and
-    copies that vary over devices do.
+    Within `shard_map` weights are saved as they came in: arguments take no further
+    memory, but copies with a type that varies over devices would.
     """
     alike = array_types.varying_axes(dw) - array_types.varying_axes(w)
     return lax.psum(dw, tuple(sorted(alike))) if alike else dw

@@ -1,6 +1,6 @@
 """The router of a mixture of experts: choices, weights and auxiliary losses.
 
-All of it is computed in float32.
+Logits, scores, weights and losses are float32.
 """
 
 import dataclasses
@@ -26,31 +26,31 @@ _PRECISION = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 class Experts:
     """The experts of a layer, and how tokens choose among them.
 
-    With the scores of a token (the softmax of its logits over all experts, or their
-    sigmoids), the token's output is the sum of its `top_k` experts' outputs, each times
-    its score. Shared experts are added with weight 1 for every token.
+    The scores of a token are the softmax of its logits over all experts, or the logits'
+    sigmoids. The token's output is the sum of the outputs of its `top_k` experts, each
+    times the expert's score. Shared experts are added with weight 1 for every token.
 
     Attributes:
       num_experts: The number of experts to choose from, E.
       top_k: The number of experts that a token chooses.
-      num_shared: The number of experts that every token has besides. A shared gated MLP
-        with n times the hidden size of an expert is n shared experts.
+      num_shared: The number of shared experts, which every token has in addition. A
+        shared gated MLP with n times an expert's hidden size is n shared experts.
       scores: "softmax" as in Mixtral and Qwen3, or "sigmoid" as in DeepSeek-V3.
       normalized: Whether the chosen scores are divided by their sum.
       scale: A factor on the weights of chosen experts.
-      selection_bias: Whether a bias for each expert is added to the scores for the
-        choice alone, as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). Gradients do
-        not change it; see `updated_bias`.
+      selection_bias: Whether a bias for each expert is added to the scores, only to
+        choose experts, as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). Gradients
+        do not change the bias; see `updated_bias`.
       balance_weight: The weight of the load-balancing loss in `llama.training_loss`.
       z_weight: The weight of the z loss in `llama.training_loss`.
-      buffer: The rows that one device has place to send to another if a mesh axis
-        "expert" splits the experts, relative to the mean of all pairs of devices, which
-        is `top_k` times a device's tokens over the size of the axis. If any device has
-        more rows for another, the layer's output is NaN on all devices along the axis:
-        no row is dropped without notice. None means place for all rows, up to the size
-        of the axis times the mean. Rows then travel in parts of 1.25 times the mean, as
-        many as the pair with the most rows needs, and the host waits for that number at
-        each exchange.
+      buffer: The number of rows that a device can send to another device if a mesh axis
+        "expert" splits the experts, relative to the mean over all pairs of devices,
+        which is `top_k` times a device's tokens over the size of the axis. If any
+        device has more rows for another, the layer's output is NaN on all devices along
+        the axis, so that no row is dropped without notice. None means room for all
+        rows, up to the size of the axis times the mean. Rows then travel in parts of
+        1.25 times the mean, as many as the pair with the most rows needs, and the host
+        waits for that number at each exchange.
 
     Raises:
       ValueError: If a number is out of its range, or a name is unknown.
@@ -96,22 +96,23 @@ class Experts:
 
     @property
     def num_groups(self) -> int:
-        """The number of all experts, with the shared ones last."""
+        """The number of experts, including the shared ones, which are the last."""
         return self.num_experts + self.num_shared
 
     @property
     def choices(self) -> int:
-        """The number of rows of a token: its experts, with the shared ones last."""
+        """The number of experts of each token, including the shared ones."""
         return self.top_k + self.num_shared
 
 
 class Shares(NamedTuple):
-    """Shares of a layer's tokens by expert, a row for each shard of the batch.
+    """Statistics of a layer's router, with a row for each shard of the batch.
 
     Attributes:
-      load: The share of all choices that each expert has. It has no gradient.
-      score: The mean of each expert's scores, which add up to 1 for each token.
-      z: The mean of the squared logarithms of sums of exponentials of logits.
+      load: The fraction of all choices that each expert has. It has no gradient.
+      score: The mean over tokens of each expert's score, divided by the sum of the
+        token's scores.
+      z: The mean over tokens of `logsumexp(logits) ** 2`.
     """
 
     load: Float[Array, "shards experts"]
@@ -120,10 +121,10 @@ class Shares(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Auxiliary losses and loads of the experts of a layer, or of several.
+    """Auxiliary losses and loads of the experts of one layer or several layers.
 
     Attributes:
-      load: The share of all choices that each expert has, float32. Shares add up to 1.
+      load: The fraction of all choices that each expert has, float32.
       balance: The load-balancing loss: the number of experts times the sum of load
         times mean score (arXiv 2101.03961, equation 4). It is 1 if loads are equal.
       z: The z loss: the mean over tokens of `logsumexp(logits) ** 2` (arXiv 2202.08906,
@@ -136,10 +137,10 @@ class Routing(NamedTuple):
 
     @classmethod
     def of(cls, shares: Shares) -> "Routing":
-        """Returns the losses of a layer from the shares of all tokens' shards."""
+        """Returns a layer's loads and losses, as means over the shards of the batch."""
         load, score, z = (jnp.mean(x, axis=0) for x in shares)
-        # Within `shard_map` losses are averaged over devices, but a product with the
-        # load of all tokens is not the mean of products.
+        # Within `shard_map` the caller averages losses over devices. The balance loss
+        # needs the load of all tokens: a mean of products is not a product of means.
         axes = array_types.varying_axes(load) | array_types.unchecked_axes()
         if axes:
             load = lax.pmean(load, tuple(sorted(axes)))
@@ -150,10 +151,10 @@ class Routing(NamedTuple):
 def router_logits(
     h: Float[Array, "tokens h"], router: Float[Array, "experts h"]
 ) -> Float[Array, "tokens experts"]:
-    """Computes `h @ router.T` with the precision of float32.
+    """Computes the logits `h @ router.T`, nearly with the precision of float32.
 
-    On GPUs it is a sum of three BF16 matmuls. Over 2,048 numbers its error is 2e-5, 2.5
-    times the error of float32 sums, and it takes half of their time.
+    On GPUs the result is the sum of three BF16 matmuls. For rows of 2,048 elements its
+    error is 2e-5, 2.5 times the error of a float32 matmul, which takes twice the time.
     """
     h, router = (x.astype(jnp.float32) for x in (h, router))
     return jnp.tensordot(h, router, axes=(-1, -1), precision=_PRECISION)
@@ -165,12 +166,13 @@ def normed_logits(
     weight: Float[Array, " h"] | None,
     router: Float[Array, "experts h"],
 ) -> Float[Array, "tokens experts"]:
-    """Computes `router_logits` of a norm's output, which an RMSNorm does not write.
+    """Computes `router_logits` of a norm's output, from the norm's input `x`.
 
-    Each token's rate is a factor of its logits, and the norm's weight is one of the
-    router's columns. So the matmul reads `x` itself. If that is in bfloat16, it is
-    exact in one BF16 operand, and the router is in two. Over 2,048 numbers the error is
-    2e-6 if router and weight are in bfloat16, else 9e-6.
+    For an RMSNorm of bfloat16 numbers the norm's output is not written to memory. The
+    reciprocal root mean square of a token is a factor of its logits, and the norm's
+    weight is a factor of the router's columns, so the matmul reads `x` itself. `x` is
+    one exact BF16 operand, and the router is split into two. For rows of 2,048 elements
+    the error is 2e-6 if router and weight are bfloat16, and otherwise 9e-6.
     """
     if norm.kind != "rms" or x.dtype != jnp.bfloat16:
         return router_logits(norm.values(x, weight), router)
@@ -190,8 +192,8 @@ def logits_gradient(
     """Computes the gradients of the norm's output and of the router.
 
     If the norm is an RMSNorm of bfloat16 numbers, both matmuls have bfloat16 operands,
-    as in `normed_logits`: `dlogits` is exact to 16 bits in two, and the router is
-    rounded to one, as the gradient of the norm's output is.
+    as in `normed_logits`: `dlogits` is split into two, which keep 16 bits, and the
+    router is rounded to bfloat16, as the gradient of the norm's output is.
 
     Args:
       norm: The norm.
@@ -201,8 +203,8 @@ def logits_gradient(
       dlogits: The gradient of the logits, float32.
 
     Returns:
-      The gradient of the norm's output, in the dtype of `x`, and of the router, in its
-      dtype.
+      The gradient of the norm's output, in the dtype of `x`, and the gradient of the
+      router, in the router's dtype.
     """
     if norm.kind != "rms" or x.dtype != jnp.bfloat16:
         multiply = partial(jnp.tensordot, precision=_PRECISION)
@@ -218,7 +220,10 @@ def logits_gradient(
 
 
 def _halves(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """Returns two bfloat16 arrays, joined along an axis, that add up to `x`."""
+    """Splits `x` into two bfloat16 arrays, which are joined along an axis.
+
+    Their sum is `x`, rounded to 16 significant bits.
+    """
     high = lax.reduce_precision(x, 8, 7)
     return jnp.concatenate([high, x - high], axis=axis).astype(jnp.bfloat16)
 
@@ -236,9 +241,9 @@ def chosen_experts(
     experts: Experts,
     bias: Float[Array, " experts"] | None = None,
 ) -> Int[Array, "tokens choices"]:
-    """Returns the experts of each token, the best one first and shared ones last.
+    """Returns the indices of each token's experts, by falling score, shared ones last.
 
-    Among equal scores the expert of the smaller number is chosen.
+    Among experts with equal scores, the one with the lowest index comes first.
     """
     scores = _scores(lax.stop_gradient(logits), experts)
     if bias is not None:
@@ -254,13 +259,14 @@ def routed(
     ids: Int[Array, "tokens choices"],
     experts: Experts,
 ) -> tuple[Float[Array, "tokens choices"], Shares]:
-    """Returns the weights of each token's experts, and the shares of all experts.
+    """Returns the weights of each token's experts, and the `Shares` of all experts.
 
-    Weights and shares are differentiable functions of the logits.
+    Weights and shares, except loads, are differentiable functions of the logits.
     """
     ids = ids[:, : experts.top_k]
-    # Scores that are divided by their sum are the softmax of their logarithms. Sigmoids
-    # may all be zero, or have a sum that has no square, which a derivative divides by.
+    # Scores divided by their sum are the softmax of their logarithms. The softmax and
+    # its derivative stay finite if all sigmoids are zero, or if their sum is so small
+    # that its square, by which the derivative of a quotient divides, is zero.
     sigmoid = experts.scores == "sigmoid"
     logs = jax.nn.log_sigmoid(logits) if sigmoid else logits
     scores = logs if experts.normalized else _scores(logits, experts)
@@ -279,7 +285,10 @@ def routed(
 
 
 def group_sizes(ids: Int[Array, "*any"], groups: int) -> Int[Array, " groups"]:
-    """Counts how often each group occurs, in one pass that XLA fuses."""
+    """Counts how often each group from 0 to `groups - 1` occurs in `ids`.
+
+    XLA fuses the comparison and the sum into one pass.
+    """
     is_of = ids.reshape(-1, 1) == jnp.arange(groups, dtype=ids.dtype)
     return jnp.sum(is_of, axis=0, dtype=jnp.int32)
 
@@ -295,7 +304,7 @@ def updated_bias(
     Args:
       bias: The bias of each expert, of one layer or of all.
       load: The loads of the step, of the same shape.
-      rate: What is added or subtracted.
+      rate: The number that is added or subtracted.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -310,13 +319,13 @@ def updated_bias(
 def _largest(
     scores: Float[Array, "tokens experts"], count: int
 ) -> Int[Array, "tokens choices"]:
-    """Returns the indices that `lax.top_k` returns, by a search of rows for each.
+    """Returns the indices that `lax.top_k` returns, by one argmax of rows for each.
 
-    XLA sorts whole rows for `top_k`, which takes longer on GPUs.
+    For `lax.top_k` XLA sorts whole rows, which takes longer on GPUs.
     """
     bits = lax.bitcast_convert_type(scores, jnp.int32)
-    # Integers in the order of the numbers, all above the one of those that are taken.
-    # The two least ones stand for NaN alike, which no order tells apart.
+    # Integers in the order of the scores. A score that is chosen becomes `least`, which
+    # is below all others. The maximum makes two integers equal that both stand for NaN.
     least = jnp.iinfo(jnp.int32).min
     order = jnp.maximum(bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF)), least + 1)
     at, ids = jnp.arange(scores.shape[1], dtype=jnp.int32), []

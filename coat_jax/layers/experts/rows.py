@@ -21,8 +21,9 @@ from pallas_kernels.ops.grouped_matmul.tiles import ROWS
 class Rows:
     """An order of rows by expert, and the token of each row.
 
-    A token t has the choices `t * choices` to `(t + 1) * choices - 1`, one for each of
-    its experts. Rows of padding have the choice `tokens * choices`, which no token has.
+    A choice is a pair of a token and one of its experts. Token t has the choices
+    `t * choices` to `(t + 1) * choices - 1`. Rows of padding have the choice
+    `tokens * choices`, which no token has.
 
     Attributes:
       choice: The choice of each row, int32.
@@ -40,10 +41,10 @@ class Rows:
     def sorted_by_expert(
         cls, ids: Int[Array, "tokens choices"], groups: int, *, padding: int = 0
     ) -> "Rows":
-        """Sorts the choices of tokens by their experts `ids`; equal ones keep order.
+        """Sorts the choices of tokens by their experts `ids`, in a stable order.
 
-        At least `padding` rows of padding follow, up to a multiple of 8, as the kernels
-        need it.
+        `padding` rows of padding follow, and as many more as are needed to make the
+        number of choices a multiple of 8, as the kernels require.
         """
         choice = jnp.argsort(ids.reshape(-1), stable=True).astype(jnp.int32)
         padding += -ids.size % ROWS
@@ -54,31 +55,31 @@ class Rows:
     def of(cls, choice: Array, sizes: Array, shape: tuple[int, int]) -> "Rows":
         """Returns rows with the attributes `choice` and `sizes`.
 
-        `shape` has the numbers of tokens and of their choices.
+        `shape` is the number of tokens, and the number of choices of each token.
         """
         tokens, choices = shape
         return cls(choice=choice, sizes=sizes, choices=choices, tokens=tokens)
 
     @property
     def saved(self) -> tuple[Array, Array]:
-        """The arrays that `of` takes."""
+        """The arrays to save for backward, from which `of` returns equal rows."""
         return self.choice, self.sizes
 
     def tiles(self) -> GroupTiles:
-        """Lists the tiles of rows, for all matmuls of them."""
+        """Returns the kernels' tiles of these rows, which all their matmuls share."""
         return kernels.group_tiles(self.sizes, rows=len(self.choice))
 
     def of_tokens(self, x: Shaped[Array, "tokens *n"]) -> Shaped[Array, "rows *n"]:
-        """Returns the row of each row's token.
+        """Gathers, for each row, the row of `x` that belongs to its token.
 
-        Padding has zeros or, of codes, undefined rows.
+        Rows of padding are zeros; if `x` holds FP8 codes, they are undefined.
         """
         if x.ndim == 2 and x.dtype in CODES:
             return kernels.copy_rows(x, self._places(), rows=len(self.choice))
         return taken(x, self._token)
 
     def transposed(self, x: Float[Array, "tokens n"]) -> Float[Array, "n padded"]:
-        """Returns `of_tokens` of codes as `grouped_transpose` transposes them."""
+        """Returns `of_tokens(x)` for codes `x`, transposed by `grouped_transpose`."""
         return kernels.grouped_transpose(x, self.sizes, index=self._token)
 
     @property
@@ -86,11 +87,14 @@ class Rows:
         return self.choice // self.choices
 
     def of_choices(self, x: Shaped[Array, "tokens choices"]) -> Shaped[Array, " rows"]:
-        """Returns the element of each row's choice, and zero for padding."""
+        """Gathers, for each row, the element of `x` for its choice; padding is zero."""
         return taken(x.reshape(-1), self.choice)
 
     def to_choices(self, x: Shaped[Array, " rows"]) -> Shaped[Array, "tokens choices"]:
-        """Returns each choice's element of `x`, the inverse of `of_choices`."""
+        """Gathers, for each choice, the element of `x` for its row.
+
+        This is the inverse of `of_choices`.
+        """
         return once(x)[self._places()]
 
     def sums(
@@ -99,25 +103,25 @@ class Rows:
         add: Float[Array, "tokens n"] | None = None,
         dtype: DTypeLike = jnp.float32,
     ) -> Float[Array, "tokens n"]:
-        """Adds up the rows of each token and `add`, in float32, rounded to `dtype`."""
+        """Sums the rows of each token and `add` in float32, and rounds to `dtype`."""
         return total(x, self._places(), add, dtype=dtype)
 
     def _places(self) -> Int[Array, "tokens choices"]:
-        """Returns the row of each choice."""
+        """Returns the index of each choice's row."""
         places = jnp.zeros(self.tokens * self.choices, jnp.int32)
         rows = jnp.arange(len(self.choice), dtype=jnp.int32)
         places = places.at[self.choice].set(rows, mode="drop")
-        # XLA would scatter again wherever places are read.
+        # Without `once` XLA would repeat the scatter wherever the result is read.
         return once(places.reshape(self.tokens, self.choices))
 
     def common(self, scale: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns `scale`, since one device's tokens have one scale."""
+        """Returns `scale`: all rows come from this device, and have its scale."""
         return scale
 
 
 @jax.custom_vjp
 def sums_of_tokens(x: Float[Array, "rows n"], rows: Rows) -> Float[Array, "tokens n"]:
-    """Computes `rows.sums`. The gradient of a row is the gradient of its token."""
+    """Computes `rows.sums(x)`; the gradient of a row is its token's gradient."""
     return rows.sums(x)
 
 
@@ -137,7 +141,7 @@ sums_of_tokens.defvjp(_sums_fwd, _sums_bwd)
 def weights_of_rows(
     weights: Float[Array, "tokens choices"], rows: Rows
 ) -> Float[Array, " rows"]:
-    """Computes `rows.of_choices`. Its gradient is `rows.to_choices`."""
+    """Computes `rows.of_choices(weights)`; the vjp computes `rows.to_choices`."""
     return rows.of_choices(weights)
 
 

@@ -1,14 +1,14 @@
 """Rows of tokens that travel to the devices of their experts, and back.
 
-Along a mesh axis each of p devices has E / p experts, and tokens of its own. It sorts
-the choices of its tokens by device, and by expert for each device, and sends each
-device a chunk of rows. All chunks have place for equally many rows, so that an
-all-to-all exchanges them, and rows come back by the same exchange. Devices tell one
-another how many rows there are for each expert (p * p * E / p numbers), and sort the
-rows that arrived by expert once more. Shared experts are on every device: their rows
-stay where they are.
+Along a mesh axis each of p devices has E / p experts, and tokens of its own. Each
+device sorts the choices of its tokens by device, and by expert for each device, and
+sends each device a chunk of rows. All chunks have the same size, so that an all-to-all
+exchanges them, and rows come back by the same exchange. Devices tell one another how
+many rows there are for each expert (p * p * E / p numbers), and sort the rows that
+arrived by expert once more. Shared experts are on every device: their rows stay where
+they are.
 
-Shapes are static, but loads are not. A chunk has place for all rows that a device can
+Shapes are static, but loads are not. A chunk has room for all rows that a device can
 send to another, or for `Experts.buffer` times the mean. In the first case devices
 exchange as many parts of the chunks, one after another, as the longest chunk needs.
 """
@@ -30,7 +30,7 @@ from pallas_kernels import GroupTiles
 from pallas_kernels.dispatch import array_types
 from pallas_kernels.ops.grouped_matmul.tiles import ROWS
 
-# The part of a chunk that travels at once is this many times a chunk of equal loads.
+# The number of rows that travel at once, relative to a chunk's rows under equal loads.
 _PART = 1.25
 
 
@@ -39,8 +39,8 @@ class Chunks:
     """The chunks of rows that each device of a mesh axis sends to every other.
 
     Attributes:
-      rows: The rows that a chunk has place for, a multiple of 8.
-      part: The rows of a chunk that travel at once.
+      rows: The size of a chunk in rows, a multiple of 8.
+      part: The number of rows of a chunk that travel at once.
       axis: The mesh axis.
     """
 
@@ -50,9 +50,9 @@ class Chunks:
 
     @classmethod
     def of(cls, tokens: int, experts: Experts, devices: int, axis: str) -> "Chunks":
-        """Returns the chunks for as many tokens on each of the devices.
+        """Returns the chunks for a number of tokens on each of the devices.
 
-        A token sends a device at most as many rows as the device has experts.
+        A token sends at most as many rows to a device as the device has experts.
         """
         rows = tokens * min(experts.top_k, experts.num_experts // devices)
         mean = tokens * experts.top_k / devices
@@ -64,7 +64,7 @@ class Chunks:
         return cls(rows=rows, part=min(_aligned(at_once), rows), axis=axis)
 
     def overflow(self, sizes: Int[Array, "p p"]) -> Bool[Array, ""]:
-        """Returns whether a chunk has more rows than it has place for."""
+        """Returns whether any device has more rows for another than fit in a chunk."""
         return jnp.max(sizes) > self.rows
 
     def exchange(
@@ -74,7 +74,7 @@ class Chunks:
 
         Args:
           x: The chunks, with zeros after their rows.
-          sizes: The rows of all devices' chunks, by sender and receiver.
+          sizes: The number of rows in each device's chunks, by sender and receiver.
         """
         chunks = x.reshape(-1, self.rows, *x.shape[1:])
         if self.part == self.rows:
@@ -86,7 +86,7 @@ class Chunks:
 
         def travel(state):
             number, out = state
-            # The last part may begin earlier, and then sends some rows again.
+            # The last part may overlap the part before, and then sends rows again.
             start = jnp.minimum(number * self.part, self.rows - self.part)
             sent = lax.dynamic_slice_in_dim(chunks, start, self.part, axis=1)
             sent = self._exchanged(sent)
@@ -107,21 +107,22 @@ def _aligned(rows: float) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentRows:
-    """Rows by expert of the tokens that all devices of a mesh axis have sent.
+    """Rows, sorted by expert, of tokens from all devices of a mesh axis.
 
-    It has the methods of `Rows`. Arguments and results "of tokens" and "of choices" are
-    this device's, and rows are of its experts.
+    The class has the methods of `Rows`. In their arguments and results, tokens and
+    choices are those that this device has, and rows belong to this device's experts.
 
     Attributes:
       choice: The choices of this device's tokens, sorted by device and expert, with
         choices of shared experts at the end.
-      counts: The number of rows that the first device sends to an expert of the second.
+      counts: The number of rows that device i sends to expert k of device j, at
+        [i, j, k].
       sent: The rows of this device's chunks, and then the rows of shared experts.
       order: The index of each row among the arrived rows, which are in the order of
-        `sent`, and for padding their number.
+        `sent`. The index of padding is the number of arrived rows.
       sizes: The number of rows of each of this device's experts. The shared experts
         are last.
-      chunks: The chunks that travel.
+      chunks: The sizes of the chunks that devices exchange, and the mesh axis.
     """
 
     choice: Int[Array, " sorted"]
@@ -166,9 +167,9 @@ class SentRows:
         """Returns the rows that arrive, in the order of this device's experts.
 
         Args:
-          choice: The attribute `choice`.
-          counts: The attribute `counts`.
-          shape: The numbers of this device's tokens and of their choices.
+          choice: The sorted choices of this device's tokens; see the class.
+          counts: The rows from each device to each expert of each other; see the class.
+          shape: The number of this device's tokens, and of choices of each token.
           experts: The experts.
           axis: The mesh axis.
           padding: The least number of rows of padding at the end.
@@ -176,7 +177,7 @@ class SentRows:
         tokens, _ = shape
         chunks = Chunks.of(tokens, experts, len(counts), axis)
         here, shared = lax.axis_index(axis), experts.num_shared
-        # Rows that a chunk has no place for do not arrive.
+        # Rows that do not fit in a chunk do not arrive.
         arrived = jnp.diff(
             jnp.minimum(jnp.cumsum(counts[:, here], axis=1), chunks.rows), prepend=0
         )
@@ -197,30 +198,33 @@ class SentRows:
 
     @property
     def saved(self) -> tuple[Array, Array]:
-        """The arrays that `restored` takes."""
+        """The arrays to save for backward, from which `restored` returns equal rows."""
         return self.choice, self.counts
 
     def tiles(self) -> GroupTiles:
-        """Lists the tiles of rows, for all matmuls of them."""
+        """Returns the kernels' tiles of these rows, which all their matmuls share."""
         return kernels.group_tiles(self.sizes, rows=len(self.order))
 
     def of_tokens(self, x: Shaped[Array, "tokens *n"]) -> Shaped[Array, "rows *n"]:
-        """Sends a row of `x` for each choice of its token; padding is zeros.
+        """Sends each token's row of `x` to the rows of its choices; padding is zeros.
 
-        If a chunk has no place for a row, all results are undefined.
+        If a row does not fit in a chunk, all results are undefined.
         """
         return self._arrive(self.sent.of_tokens(x))
 
     def transposed(self, x: Float[Array, "tokens n"]) -> Float[Array, "n padded"]:
-        """Returns `of_tokens` of codes as `grouped_transpose` transposes them."""
+        """Returns `of_tokens(x)` for codes `x`, transposed by `grouped_transpose`."""
         return kernels.grouped_transpose(self.of_tokens(x), self.sizes)
 
     def of_choices(self, x: Shaped[Array, "tokens choices"]) -> Shaped[Array, " rows"]:
-        """Sends the elements of choices to their rows; padding is zeros."""
+        """Sends each choice's element of `x` to the choice's row; padding is zeros."""
         return self._arrive(self.sent.of_choices(x))
 
     def to_choices(self, x: Shaped[Array, " rows"]) -> Shaped[Array, "tokens choices"]:
-        """Returns rows' elements to the choices, the inverse of `of_choices`."""
+        """Sends each row's element of `x` back to the row's choice.
+
+        This is the inverse of `of_choices`.
+        """
         return self.sent.to_choices(self._return(x))
 
     def sums(
@@ -229,12 +233,12 @@ class SentRows:
         add: Float[Array, "tokens n"] | None = None,
         dtype: DTypeLike = jnp.float32,
     ) -> Float[Array, "tokens n"]:
-        """Returns rows in their dtype, and adds up the rows of each token and `add`.
+        """Sends rows back in their dtype, and sums the rows of each token and `add`.
 
         Sums are in float32, and are rounded to `dtype`.
 
-        If any device of the axis has more rows for another than a chunk has place for,
-        the sums of all its devices are NaN.
+        If any device of the axis has more rows for another than fit in a chunk, the
+        sums are NaN on all devices of the axis.
         """
         sums = self.sent.sums(self._return(x), add, dtype)
         return jnp.where(self.chunks.overflow(self._of_pairs), jnp.nan, sums)
@@ -245,7 +249,7 @@ class SentRows:
 
     @property
     def _of_pairs(self) -> Int[Array, "p p"]:
-        """The rows that the first device sends to the second."""
+        """The number of rows that device i sends to device j, at [i, j]."""
         return jnp.sum(self.counts, axis=2)
 
     def _arrive(self, x: Array) -> Array:
@@ -274,7 +278,7 @@ def sorted_rows(
     *,
     padding: int = 0,
 ) -> Rows | SentRows:
-    """Sorts the choices of tokens by expert.
+    """Returns the rows of tokens' choices, sorted by expert.
 
     Args:
       ids: The experts of each token.
@@ -296,7 +300,7 @@ def restored(
     *,
     padding: int,
 ) -> Rows | SentRows:
-    """Returns the rows of which `saved` was saved; see `sorted_rows`."""
+    """Returns the rows that had the attribute `saved`; see `sorted_rows`."""
     if axis is None:
         return Rows.of(*saved, shape)
     return SentRows.of(*saved, shape, experts, axis, padding=padding)
@@ -315,7 +319,7 @@ def _in_chunks(
       choice: The choices, sorted by device, with choices of shared experts at the end.
       sizes: The number of rows for each device.
       chunks: The chunks.
-      shape: The numbers of tokens and of their choices.
+      shape: The number of tokens, and of choices of each token.
       shared: The number of shared experts.
     """
     tokens, choices = shape
@@ -333,14 +337,14 @@ def _order(
     chunks: Chunks,
     count: int,
 ) -> Int[Array, " rows"]:
-    """Returns where the rows of each group are among chunks and shared experts' rows.
+    """Returns the index of each row, by group, in the chunks and shared experts' rows.
 
     Args:
-      arrived: The number of rows of each sender and group, at most a chunk's.
-      sizes: The number of rows of each group, of which shared experts are the last.
+      arrived: The number of rows that arrive, by sender and group.
+      sizes: The number of rows of each group, with the shared experts last.
       chunks: The chunks.
-      count: The number of rows. Rows after the last group's have an index after the
-        last arrived row.
+      count: The number of rows in the result. Rows after the last group's have an index
+        after the last arrived row.
     """
     senders, each = arrived.shape
     chunk = chunks.rows * jnp.arange(senders, dtype=jnp.int32)

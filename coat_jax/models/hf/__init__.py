@@ -1,8 +1,8 @@
-"""Hugging Face checkpoints: `load` makes a decoder of one, `save` one of a decoder.
+"""Hugging Face checkpoints: `load` reads a decoder from one, and `save` writes one.
 
 A checkpoint is a folder with config.json and safetensors files. `layout` says which
-rows of which tensors make each parameter, `config` which values of config.json are
-known, and `quantized` how FP8 checkpoints are made.
+rows of which tensors make each parameter, `config` says which values of config.json are
+supported, and `quantized` defines the formats of FP8 checkpoints.
 """
 
 from coat_jax.models.hf.loading import load

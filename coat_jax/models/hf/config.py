@@ -1,8 +1,9 @@
-"""Configurations: config.json of Hugging Face to `LlamaConfig` and back.
+"""Converts a config.json of Hugging Face to a `LlamaConfig`, and back.
 
 Keys are read by name, in their old and new spellings: `rope_theta` and `rope_scaling`
-or `rope_parameters`, `torch_dtype` or `dtype`. A missing key has the value that the
-class of `transformers` gives it. Values that the decoder does not compute are refused.
+or `rope_parameters`, `torch_dtype` or `dtype`. A missing key has the default value of
+the model's class in `transformers`. Values that the decoder does not support are
+errors.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST = 2**31
 _MOST_LAYERS = 10_000
 _MOST_EXPERTS = 10_000
-# Values that the decoder computes, for keys with which other models differ.
+# Values that the decoder supports, for keys that have other values in other models.
 _ONLY = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -36,7 +37,8 @@ _ONLY = {
 }
 # Both spellings of the number of experts, as transformers takes them.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")
-# Keys with another spelling, in which they are written.
+# Keys of a loaded config.json that are dropped, because `_values` has their values,
+# maybe in another spelling.
 _SPELLINGS = ("rope_parameters", *_EXPERT_COUNTS)
 # Fields of `LlamaConfig` that say how a model is computed rather than what it is.
 _OF_COMPUTATION = ("dtype", "param_dtype", "recipe", "scaling", "batch_axes", "context")
@@ -82,7 +84,8 @@ def family_of(values: Mapping[str, Any]) -> Family:
     """Returns the family of a config.json.
 
     Raises:
-      ValueError: If it is unknown, or the class is not a causal language model.
+      ValueError: If the family is unknown, or the class is not the family's causal
+        language model.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -99,7 +102,7 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
     """Returns the configuration of a decoder from a config.json.
 
     Raises:
-      ValueError: If a value is missing, of a wrong kind, or not computed here.
+      ValueError: If a value is missing, of a wrong type, or not supported.
 
     Examples:
       >>> from coat_jax.models.hf import config
@@ -155,7 +158,10 @@ def _size_key(family: Family) -> str:
 
 
 def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
-    """Returns the fields of experts, which must be in every layer."""
+    """Returns the field `experts` if the family has experts, and checks its keys.
+
+    All layers must have experts.
+    """
     if family.experts is None:
         return {}
     if family.model_type == "qwen3_moe":
@@ -250,7 +256,7 @@ def _scaling(values: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def _windows(keys: _Keys, family: Family, num_layers: int) -> dict[str, Any]:
-    """Returns the window and the layers that have it."""
+    """Returns the fields `window` and `local_layers`, except fields with defaults."""
     kinds = keys.get("layer_types")
     if family.model_type in ("llama", "olmo2"):
         if kinds is not None and set(kinds) != {"full_attention"}:
@@ -299,11 +305,11 @@ def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
       config: The configuration of the model.
-      origin: The config.json that the model was loaded with; its keys stay
-        unless `config` has their values. Empty for a model that was not loaded.
+      origin: The config.json that the model was loaded with, or empty if the model was
+        not loaded. Keys that `config` does not determine keep their values.
 
     Raises:
-      ValueError: If no family has such a configuration.
+      ValueError: If no family supports the configuration.
 
     Examples:
       >>> from coat_jax.models import llama
@@ -338,7 +344,7 @@ def _same(a: LlamaConfig, b: LlamaConfig) -> bool:
 
 
 def _values(family: Family, config: LlamaConfig) -> dict[str, Any]:
-    """Returns the keys that say what a configuration says, in the old spelling."""
+    """Returns a configuration as keys and values of config.json, in old spellings."""
     acts = {gate: act for act, gate in _GATES.items()}
     head_dim = config.size_of_heads
     values = {
@@ -396,7 +402,10 @@ def _scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def _rounded(number: float) -> float | int:
-    """Returns a float, or the integer that it differs from by rounding alone."""
+    """Returns the nearest integer if `number` equals it but for rounding errors.
+
+    Otherwise it returns `number`.
+    """
     nearest = round(number)
     return nearest if math.isclose(number, nearest, rel_tol=1e-12) else number
 
@@ -405,7 +414,7 @@ def dtype_of(values: Mapping[str, Any]) -> jnp.dtype | None:
     """Returns the dtype that a config.json names, or None.
 
     Raises:
-      ValueError: If it is none of float32, bfloat16 and float16.
+      ValueError: If the dtype is not float32, bfloat16 or float16.
     """
     key = "dtype" if values.get("dtype") is not None else "torch_dtype"
     name = values.get(key)

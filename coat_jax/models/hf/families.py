@@ -1,4 +1,4 @@
-"""Families of models: what `transformers` calls them, and what they share."""
+"""Families of models in `transformers`: their names, and the values that they share."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ class ExpertNames:
     """The names of experts in tensors and in config.json.
 
     Attributes:
-      block: What the names of all tensors of experts begin with.
-      gate: The name of the gate's matrix of an expert.
-      up: The name of the matrix that the gate multiplies.
-      down: The name of the last matrix.
+      block: The prefix of the names of all tensors of experts.
+      gate: The name of an expert's gate matrix.
+      up: The name of an expert's up matrix.
+      down: The name of an expert's down matrix.
       count: The key of the number of experts.
       default_count: The number of experts if there is no such key.
       intermediate_size: The key of the size of an expert's hidden layer.
@@ -30,14 +30,14 @@ class ExpertNames:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A kind of model that `transformers` knows.
+    """A family of models in `transformers`.
 
     Attributes:
       model_type: The name in config.json.
-      architecture: The class of its causal language model.
+      architecture: The class of the family's causal language model.
       fields: The fields of `LlamaConfig` that all models of the family share.
-      defaults: The values of missing keys.
-      experts: Where a layer's tensors have the experts; None for families without.
+      defaults: The values of keys that a config.json lacks.
+      experts: The names of experts; None for families without experts.
     """
 
     model_type: str
@@ -48,7 +48,7 @@ class Family:
 
     @property
     def is_gemma(self) -> bool:
-        """True for families with the scales and caps of Gemma."""
+        """True if the family has the scales and soft caps of Gemma."""
         return self.model_type.startswith("gemma")
 
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: files with tensors, JSON and texts, of any origin."""
+"""Reads the files of a checkpoint's folder, without trusting their contents."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from coat_jax.models.hf.safetensors import Tensor, TensorFile, parsed, shown
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Files that a model passes from the folder that it came from to those it is saved to.
+# Files that `save` copies from the folder that a model was loaded from.
 PASSED = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -121,19 +121,20 @@ class Folder:
 
 
 def read_json(folder: Path, name: str, limit: int = _LARGEST_CONFIG) -> dict[str, Any]:
-    """Returns the object of JSON in a file of a folder, of a bounded size.
+    """Returns the JSON object in a file of a folder.
 
     Raises:
-      ValueError: If there is no such file, or it is too large or no JSON.
+      ValueError: If there is no such file, it has more than `limit` bytes, or it is not
+        a JSON object.
     """
     return parsed(read_bytes(folder, name, limit), name)
 
 
 def read_bytes(folder: Path, name: str, limit: int = _LARGEST_PASSED) -> bytes:
-    """Returns a file of a folder, of a bounded size.
+    """Returns the bytes of a file of a folder.
 
     Raises:
-      ValueError: If there is no such file, or it is too large.
+      ValueError: If there is no such file, or it has more than `limit` bytes.
     """
     path = inside(folder, name)
     if (size := path.stat().st_size) > limit:
@@ -145,7 +146,8 @@ def inside(folder: Path, name: str) -> Path:
     """Returns the path of a regular file of a folder.
 
     Raises:
-      ValueError: If there is none, or the name or a link leads out of the folder.
+      ValueError: If there is no such file, or the name or a link leads out of the
+        folder.
     """
     if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
         raise ValueError(f"a file of a checkpoint has a plain name, got {shown(name)}")
@@ -162,7 +164,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def passed_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields the names and contents of a tokenizer's files and of other texts."""
+    """Yields the name and the bytes of each file in `PASSED` that a folder has."""
     for name in PASSED:
         if os.path.lexists(folder / name):
             yield name, read_bytes(folder, name)

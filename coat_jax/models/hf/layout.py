@@ -1,7 +1,7 @@
 """The tensors of a checkpoint that make the parameters of a decoder.
 
-A parameter of the decoder is made of rows of tensors. Rows are entries of all axes but
-the last, which count as one; vectors have one row for each number. With n query heads,
+A parameter of the decoder consists of rows of tensors. Rows are the entries of all axes
+but the last, merged to one axis; in a vector each number is a row. With n query heads,
 k key heads, heads of size d and a layer i, where tensors begin with `model.layers.i.`:
 
 | Parameter | Rows |
@@ -11,7 +11,7 @@ k key heads, heads of size d and a layer i, where tensors begin with `model.laye
 | `norm` [h] | `model.norm.weight` |
 | `layers/qkv` [(n + 2 k) d, h] | for each key head j in turn: n / k * d rows of |
 | | `self_attn.q_proj.weight`, then d rows of `self_attn.k_proj.weight`, then d rows |
-| | of `self_attn.v_proj.weight`, each from j times this number on |
+| | of `self_attn.v_proj.weight`, each beginning at row j times their number |
 | `layers/qkv_bias` [(n + 2 k) d] | the same of `self_attn.{q,k,v}_proj.bias` |
 | `layers/out` [h, n d] | `self_attn.o_proj.weight` |
 | `layers/gate_up` [2, f, h] | `mlp.gate_proj.weight`, then `mlp.up_proj.weight` |
@@ -34,8 +34,8 @@ With e experts there are in the MLP's place, for Qwen3-MoE (Mixtral has
 | | `mlp.experts.{j}.gate_proj.weight`, then `mlp.experts.{j}.up_proj.weight` |
 | `layers/down` [e, h, f] | `mlp.experts.{j}.down_proj.weight` for each j in turn |
 
-All values equal the tensors' values, to the bit. RoPE turns the two halves of a head
-here as there, so that rows within a head keep their order.
+All values equal the tensors' values, to the bit. RoPE pairs the two halves of a head
+here as in `transformers`, so that rows within a head keep their order.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ HEAD = "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows of a tensor, which follow one another.
+    """Consecutive rows of a tensor.
 
     Attributes:
       tensor: The tensor's name, without the layer's name.
@@ -70,10 +70,10 @@ class Parameter:
 
     Attributes:
       path: The parameter's path in the model, such as "layers/qkv".
-      shape: The shape, for parameters of layers the shape of one layer.
+      shape: The shape of the parameter, or of one layer's part if all layers have it.
       rows: The rows of tensors, in the order of the parameter's rows.
       transposed: Whether the parameter is the transpose of the tensor.
-      quantized: Whether FP8 checkpoints have codes of it.
+      quantized: Whether FP8 checkpoints have codes of the parameter.
     """
 
     path: str
@@ -84,7 +84,7 @@ class Parameter:
 
     @property
     def of_layers(self) -> bool:
-        """True for parameters that every layer has."""
+        """True if every layer has a part of the parameter."""
         return self.path.startswith("layers/")
 
     @property
@@ -98,7 +98,7 @@ class Parameter:
         return self.stored[-1:] if len(self.shape) > 1 else ()
 
     def name(self, tensor: str, layer: int) -> str:
-        """Returns the whole name of a tensor."""
+        """Returns the full name of a tensor; `layer` matters only if `of_layers`."""
         return f"model.layers.{layer}.{tensor}" if self.of_layers else tensor
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -209,7 +209,7 @@ def _all_rows(count: int, *tensors: str) -> tuple[Rows, ...]:
 
 
 def _norms(config: LlamaConfig) -> dict[str, str]:
-    """Returns the names of the norms of a layer, by parameter."""
+    """Returns the names of tensors of a layer's norms, by the names of parameters."""
     after_attention, after_mlp = (
         "post_attention_layernorm",
         "post_feedforward_layernorm",

@@ -45,23 +45,23 @@ def load(
 ) -> Llama:
     """Loads a Hugging Face checkpoint from a folder.
 
-    Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, Gemma 2 and 3 (text)
-    and OLMo 2 are known.
-    The folder has config.json and safetensors, one file or several with an index. FP8
-    checkpoints with scales of blocks or of rows are dequantized. Nothing is downloaded,
-    unpickled or executed, and a link out of the folder is refused.
+    The supported architectures are Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3 and
+    Qwen3-MoE, Gemma 2 and 3 (text) and OLMo 2. The folder has config.json and
+    safetensors, one file or several with an index. FP8 checkpoints with scales of
+    blocks or of rows are dequantized. Nothing is downloaded, unpickled or executed, and
+    a link out of the folder is an error.
 
-    Each process reads what its devices hold, in pieces of 32 MiB or of one row, of
-    which at most ten are in the host's memory at once.
+    Each process reads the shards of its devices, in pieces of at most 32 MiB, or of one
+    row. The host's memory holds at most ten pieces at once.
 
     Args:
       path: The path of the folder.
-      mesh: The devices to put the model on, with axes "data", "fsdp" and "tensor", any
-        of them; see `coat.estimate_memory`. An axis does not split what it does not
-        divide. None is the default device.
+      mesh: The devices to put the model on, with any of the axes "data", "fsdp" and
+        "tensor"; see `coat.estimate_memory`. A mesh axis that does not divide the
+        length of an array's axis does not split it. None means the default device.
       recipe: The precision recipe of the layers.
       dtype: The dtype of the computation; None means the dtype that config.json names,
-        or bfloat16 if that is float16.
+        or else the embedding's, with bfloat16 in place of float16.
       param_dtype: The dtype of the parameters; None means each tensor's dtype.
 
     Raises:
@@ -108,7 +108,10 @@ def _computed(dtype: DTypeLike | None, stored: jnp.dtype) -> DTypeLike:
 def _filled(
     config: LlamaConfig, weights: Weights, mesh: Mesh | None, dtype: DTypeLike | None
 ) -> Llama:
-    """Returns a model of this configuration with the parameters in `weights`."""
+    """Returns a model of this configuration with the parameters in `weights`.
+
+    None for `dtype` keeps the dtypes of the tensors.
+    """
     abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
     graph, params, buffers = nnx.split(abstract, nnx.Param, ...)
     shardings = _shardings(params, mesh)

@@ -1,11 +1,11 @@
 """Fills arrays on devices from a checkpoint, in pieces of bounded memory.
 
-Each device holds a shard of a parameter. A piece is a box of every shard at once, of
-whole rows that follow one another. Threads read the next pieces while one is copied to
-the devices and into its place there. The pieces' memory is used again and again, since
-the operating system takes longer to give new memory than to read a file from its cache.
-The host holds at most `READERS` + 1 pieces, a copy of one, and what the threads convert
-or dequantize, a few MiB each.
+Each device holds a shard of a parameter. A piece is a block of consecutive whole rows,
+at the same place in every shard. Threads read the next pieces while one is copied to
+the devices and into its place there. The memory of pieces is reused, because the
+operating system takes longer to allocate new memory than to read a file from its cache.
+The host holds at most `READERS` + 1 pieces, a copy of one, and the arrays that the
+threads convert or dequantize, a few MiB each.
 """
 
 import collections
@@ -28,10 +28,10 @@ from jaxtyping import Array
 from coat_jax.models.hf.layout import Parameter
 from coat_jax.models.hf.weights import Weights
 
-# The threads that read, and the most bytes of a piece of more than one row.
+# The number of threads that read, and the most bytes of a piece of several rows.
 READERS = 8
 PIECE = 2**25
-# JAX on a CPU takes memory with this alignment, in bytes, without a copy.
+# JAX on a CPU uses memory with this alignment, in bytes, for arrays without a copy.
 _ALIGNMENT = 64
 
 # The part of a piece in each shard, by the place of the shard in the parameter.
@@ -48,7 +48,7 @@ class Pieces:
     Attributes:
       parameter: The parameter in the checkpoint.
       target: The shape and dtype of the array, of all layers.
-      sharding: The devices of the array; its axes divide the shape.
+      sharding: The sharding of the array, which divides all axes evenly.
     """
 
     parameter: Parameter
@@ -67,12 +67,12 @@ class Pieces:
 
     @cached_property
     def piece(self) -> tuple[int, ...]:
-        """The shape of a piece of one shard: 1s, a number of entries, and whole axes.
+        """The shape of a piece in one shard: ones, a number of entries, whole axes.
 
-        A piece has at most `PIECE` bytes of all different shards of a process, or one
-        row of each.
+        In all different shards of a process together, a piece has at most `PIECE` bytes
+        or one row of each shard.
         """
-        # The axis that is cut is the first with few enough numbers in an entry.
+        # The first axis with entries that are small enough is cut.
         limit = PIECE // self._most_shards // self.target.dtype.itemsize
         axis, rows = 0, len(self.shard) - 1 - len(self.parameter.columns)
         while axis < rows and math.prod(self.shard[axis + 1 :]) > limit:
@@ -85,8 +85,8 @@ class Pieces:
     def starts(self) -> list[tuple[int, ...]]:
         """The place of each piece in a shard.
 
-        All pieces have one shape, so that the last of an axis may begin before the end
-        of the piece before it; both have the same values there.
+        All pieces have one shape, so that the last piece along an axis may overlap the
+        piece before it; they have the same values there.
         """
         axes = [
             [min(start, size - length) for start in range(0, size, length)]
@@ -96,7 +96,7 @@ class Pieces:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a piece of all different shards of a process."""
+        """The number of bytes of a piece in all different shards of a process."""
         size = math.prod(self.piece) * self.target.dtype.itemsize
         return size * self._most_shards
 
@@ -123,12 +123,12 @@ class Pieces:
         return parts
 
     def put(self, parts: Parts) -> Array:
-        """Copies a piece to its devices, as one array with a shard for each."""
+        """Copies a piece to its devices, as one array with a shard on each device."""
         return self._array(parts, self._whole_piece, self._stored_sharding)
 
     def put_whole(self, parts: Parts) -> Array:
-        """Returns the parameter, which is a single piece."""
-        # On a CPU the array may keep the memory, so that it cannot be used again.
+        """Returns the array of a parameter that is a single piece."""
+        # On a CPU the array may keep the memory, which could then not be reused.
         copies = {
             shard: np.array(
                 of_shard.T if self.parameter.transposed else of_shard, order="C"
@@ -138,10 +138,10 @@ class Pieces:
         return self._array(copies, self.target.shape, self.sharding)
 
     def programs(self) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
-        """Returns a program that makes zeros, and one that puts a piece in its place.
+        """Returns a program that makes zeros, and one that writes a piece to its place.
 
-        The second takes the array, which is donated, the piece, and its place in a
-        shard, int32 [axes].
+        The second program takes the array, which is donated, the piece, and the piece's
+        place in a shard, int32 [axes].
         """
         zeros = partial(jnp.zeros, self.target.shape, self.target.dtype)
         whole = jax.ShapeDtypeStruct(
@@ -179,7 +179,7 @@ class Pieces:
 
     @cached_property
     def _whole_piece(self) -> tuple[int, ...]:
-        """The shape of the array of a piece of every shard."""
+        """The shape of the array that `put` returns: a piece of every shard."""
         shapes = zip(self.piece, self.shape, self.shard, strict=True)
         return tuple(n * (whole // shard) for n, whole, shard in shapes)
 
@@ -199,7 +199,7 @@ class Pieces:
 
     @cached_property
     def _most_shards(self) -> int:
-        """The most different shards that a process has."""
+        """The largest number of different shards that any process has."""
         shards = collections.defaultdict(set)
         for device, indices in self._all_places.items():
             shards[device.process_index].add(indices)
@@ -243,11 +243,11 @@ def filled(weights: Weights, parameters: Mapping[str, Pieces]) -> dict[str, Arra
 def _reading(
     weights: Weights, parameters: Mapping[str, Pieces]
 ) -> Iterator[Iterator[tuple[str, tuple[int, ...], Parts]]]:
-    """Reads all pieces of all parameters in threads, in this context.
+    """Reads all pieces of all parameters in threads, while the context is open.
 
     Yields:
       An iterator over the pieces, each with its parameter's name, its place and its
-      parts. The parts hold until the next piece is asked for.
+      parts. The parts are valid until the next piece is requested.
     """
     waiting = ((name, start) for name, p in parameters.items() for start in p.starts)
     size = max(parameter.nbytes for parameter in parameters.values())
@@ -275,7 +275,7 @@ def _reading(
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Returns new memory of a number of bytes."""
+    """Returns new memory of `size` bytes, aligned to `_ALIGNMENT`."""
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
     return memory[first : first + size]

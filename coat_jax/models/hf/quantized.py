@@ -10,13 +10,13 @@ Two layouts are written, and read again:
 | | | | "compressed-tensors" |
 
 A weight is its code times its scale, also where the scale's name says "inv".
-DeepSeek-V3 has the first layout. The library compressed-tensors has the second, with
-activations that are quantized for each token as they come. Embeddings, the head, norms
-and biases are not quantized.
+DeepSeek-V3 has the first layout. The library compressed-tensors has the second, in
+which activations are quantized dynamically, with a scale per token. Embeddings, the
+head, norms, biases and routers are not quantized.
 
-The forward pass of the recipes "coat" and "coat_max" reads the codes and scales of
-"fp8-channel"; see `coat_jax.fp8.matmul`. "coat_block" reads the codes and scales of
-"fp8-block" if the heads' size is a multiple of 128.
+The forward pass of the recipes "coat" and "coat_max" quantizes weights to the codes and
+scales of "fp8-channel"; see `coat_jax.fp8.matmul`. "coat_block" quantizes them to the
+codes and scales of "fp8-block" if the heads' size is a multiple of 128.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ class Scheme:
     """The scales of a checkpoint's codes.
 
     Attributes:
-      suffix: What follows the name of a matrix in the name of its scales.
-      block: The rows and columns that share a scale; None means all.
+      suffix: The suffix to the name of a matrix that gives the name of its scales.
+      block: The number of rows, and of columns, that share a scale; None means all.
     """
 
     suffix: str
@@ -60,7 +60,7 @@ class Scheme:
         Args:
           codes: Rows of codes.
           scales: The scales of all blocks that these rows are in.
-          start: The place of the first row within its block.
+          start: The index of the first row within its block.
         """
         rows, columns = self.block
         wide = scales.astype(np.float32)
@@ -87,7 +87,7 @@ def check_format(format: Any) -> None:
 
 
 def scheme_of(format: FP8Format) -> Scheme:
-    """Returns the scheme of a format that is written."""
+    """Returns the scheme of a format that `save` can write."""
     return _SCHEMES[format]
 
 
@@ -161,7 +161,7 @@ def scheme_in(values: Mapping[str, Any]) -> Scheme | None:
     """Returns the scheme that a config.json names, or None if there are no codes.
 
     Raises:
-      ValueError: If it is a scheme that is not read.
+      ValueError: If the scheme is not supported.
     """
     config = values.get("quantization_config", values.get("compression_config"))
     if config is None:

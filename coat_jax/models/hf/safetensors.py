@@ -1,10 +1,10 @@
-"""Reads and writes safetensors files, without trust in what a file says.
+"""Reads and writes safetensors files, without trusting the files that it reads.
 
 A file is the length of its header (8 bytes, little-endian), the header, which is JSON,
-and the tensors' bytes. The header gives each tensor's dtype, shape and place. All of it
-is checked before any memory is taken for a tensor: tensors must lie one after another
-from the first byte to the last, and have the sizes of their shapes. Tensors are read by
-slices of their rows, with `os.preadv` into memory of their size.
+and the tensors' bytes. The header gives each tensor's dtype, shape and position. The
+whole header is checked before memory is allocated for a tensor: tensors must follow one
+another without gaps from the first byte to the last, and have the sizes of their dtypes
+and shapes. Slices of tensors' rows are read with `os.preadv` into memory of their size.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# The limit of the format's own library, too.
+# The format's own library has the same limit.
 _LONGEST_HEADER = 100_000_000
 # The most axes of a tensor; no checkpoint has more, and NumPy has at most 64.
 _MOST_AXES = 8
@@ -47,7 +47,7 @@ _CHUNK = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """The place of a tensor in a file.
+    """The dtype, shape and position of a tensor in a file.
 
     Attributes:
       dtype: The dtype.
@@ -117,11 +117,11 @@ class TensorFile:
         Args:
           name: The tensor.
           rows: The rows; a tensor without axes is read whole.
-          out: Contiguous memory of the rows' shape and dtype to read them into; None
-            is new memory.
+          out: A contiguous array of the rows' shape and dtype that receives them; None
+            allocates one.
 
         Returns:
-          The rows, which are `out` if it is given.
+          The array that received the rows.
 
         Raises:
           ValueError: If the file ends before the tensor does, or `out` has another
@@ -211,10 +211,10 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 def parsed(text: bytes, name: str) -> dict[str, Any]:
-    """Returns an object of JSON, for text of any origin.
+    """Parses a JSON object from a text that is not trusted.
 
     Raises:
-      ValueError: If the text is not an object of JSON, or has a key twice.
+      ValueError: If the text is not a JSON object, or has a key twice.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def parsed(text: bytes, name: str) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """Returns a value of any origin as short text in one line of ASCII."""
+    """Returns a value that is not trusted as short text in one line of ASCII."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -250,15 +250,16 @@ def write(
     kinds: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     arrays: Iterable[tuple[str, np.ndarray]],
 ) -> None:
-    """Writes a safetensors file, of which one tensor is in memory at a time.
+    """Writes a safetensors file, one tensor at a time.
 
     Args:
       path: The path of the file.
-      kinds: The dtype and shape of each tensor, in the order of the file.
-      arrays: The tensors, in the same order.
+      kinds: The dtype and shape of each tensor, by name, in the order of the file.
+      arrays: The names and values of the tensors, in the same order.
 
     Raises:
-      ValueError: If a dtype is none of safetensors', or arrays are not of these kinds.
+      ValueError: If safetensors lacks a dtype, or arrays do not have the names, dtypes
+        and shapes in `kinds`.
     """
     with path.open("wb") as file:
         file.write(_header_of(kinds))
@@ -275,7 +276,7 @@ def write(
 
 
 def _header_of(kinds: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:
-    # The library transformers reads files of this format alone.
+    # The library transformers reads only files that name this format.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in kinds.items():

@@ -27,7 +27,7 @@ from coat_jax.models.hf.layout import Parameter, parameters
 from coat_jax.models.llama import Llama
 from coat_jax.models.lora import is_adapted
 
-_INCOMPLETE = ".incomplete"  # The end of a folder's name while it is written.
+_INCOMPLETE = ".incomplete"  # The suffix of a folder's name while it is written.
 
 # The most bytes of a file, unless one tensor has more; the default of transformers.
 FILE_BYTES = 5_000_000_000
@@ -38,19 +38,21 @@ def save(
 ) -> None:
     """Saves a model as a Hugging Face checkpoint.
 
-    Tensors have the dtypes of the parameters and the same bits. A model from `load`
-    keeps the other keys of its config.json, its tokenizer's files and its generation
-    settings, which are read from the folder that it came from. The folder appears when
-    all of it is written; in one that exists config.json appears last. Of several
-    processes the first one writes, and all must call.
+    Without `format`, tensors have the dtypes of the parameters and the same bits. A
+    model from `load` keeps the other keys of its config.json, its tokenizer's files and
+    its generation settings, which are copied from the folder that it was loaded from.
+    The folder appears when all of its files are written; if it existed before,
+    config.json appears in it last. All processes must call `save`, and the first one
+    writes.
 
     Args:
       model: The model.
-      path: The path of the folder, which must not exist or be empty, or of a link to
-        it.
+      path: The path of the folder, or of a link to it. The folder must be empty or not
+        exist.
       format: None for parameters as they are; "fp8-block" for E4M3 codes with scales of
-        128 x 128 blocks, and "fp8-channel" with scales of rows in the layout of
-        compressed-tensors. Embeddings, the head, norms and biases are not quantized.
+        128 x 128 blocks; "fp8-channel" for E4M3 codes with scales of rows in the layout
+        of compressed-tensors. Embeddings, the head, norms, biases and routers are not
+        quantized.
 
     Raises:
       ValueError: If `format` is unknown, the folder is not empty, a matrix to quantize
@@ -73,7 +75,7 @@ def save(
     fp8.check_format(format)
     if is_adapted(model):
         raise ValueError("a model with adapters is saved as the sum of lora.merged")
-    # A link to nothing gets the folder that it names.
+    # If the target of a link does not exist, the folder is created there.
     target = Path(os.path.realpath(path) if os.path.islink(path) else path)
     if target.is_symlink():
         raise ValueError(f"the folder to save to is a link to itself, got {path}")
@@ -116,10 +118,10 @@ def _is_empty(folder: Path) -> bool:
 def _write(
     target: Path, values: dict[str, Any], tensors: "list[_Tensor]", origin: Any
 ) -> None:
-    """Writes a folder, which gets its name when all files are in it.
+    """Writes a folder under another name, and renames it when all files are in it.
 
-    A folder that exists stays, since it may be a mount point or the current folder. It
-    gets its files when all are written, and config.json last.
+    A folder that exists stays, since it may be a mount point or the current folder. The
+    files are moved to it when all are written, and config.json is the last.
     """
     exists = target.exists()
     name = _INCOMPLETE if exists else f"{target.name}{_INCOMPLETE}"
@@ -215,7 +217,7 @@ def _kinds(
 
 
 class _Latest:
-    """A cache of the last parameter, of which several tensors are made in turn."""
+    """A cache of the last parameter on the host, for all tensors in it."""
 
     def __init__(self) -> None:
         self._key: tuple[str, int] | None = None
@@ -233,7 +235,7 @@ class _Latest:
 def _gathered(
     fetch: Callable[[], np.ndarray], parameter: Parameter, tensor: str
 ) -> np.ndarray:
-    """Returns a tensor from the rows of its parameter."""
+    """Returns a tensor, gathered from rows of the parameter that `fetch` returns."""
     values = fetch()
     if parameter.transposed:
         return values.T
@@ -247,7 +249,7 @@ def _gathered(
 
 
 def _on_host(array: Array, layer: int | None) -> np.ndarray:
-    """Returns an array, or one layer, gathered from all devices and processes."""
+    """Returns an array or one layer of it, gathered from all devices and processes."""
     if layer is not None:
         array = _layer(array, layer)
     if not array.is_fully_addressable:
@@ -288,7 +290,7 @@ def _write_tensors(folder: Path, tensors: list[_Tensor]) -> None:
 
 
 def _files(tensors: list[_Tensor]) -> list[list[_Tensor]]:
-    """Splits tensors to files of at most `FILE_BYTES`."""
+    """Splits tensors into files of at most `FILE_BYTES`, or of one larger tensor."""
     files: list[list[_Tensor]] = [[]]
     size = 0
     for tensor in tensors:

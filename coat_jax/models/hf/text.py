@@ -21,14 +21,14 @@ _LARGEST_TOKENIZER = 2**28
 def load_tokenizer(path: str | os.PathLike) -> "Tokenizer":
     """Loads the tokenizer of a folder from tokenizer.json.
 
-    It needs the extra "hf", which installs the library tokenizers.
+    The function needs the library tokenizers, which the extra "hf" installs.
 
     Args:
       path: The path of the folder.
 
     Raises:
       ImportError: If the library tokenizers is not installed.
-      ValueError: If the file is missing or no tokenizer.
+      ValueError: If the file is missing or is not a tokenizer.
 
     Examples:
       >>> import pathlib, tempfile, tokenizers
@@ -54,10 +54,11 @@ class ChatTemplate:
     """The chat template of a folder, which renders messages as text.
 
     The template is in chat_template.jinja or tokenizer_config.json. It runs in the
-    sandbox of jinja2, where it can neither reach attributes of Python's objects nor
-    change what it is given. As in transformers, `tojson` escapes no HTML, and blocks of
-    `{% generation %}` are what they enclose. It has no clock, so that a text is the
-    same on each day: templates that would print today's date print their default.
+    sandbox of jinja2, where it can neither reach internal attributes of Python objects
+    nor change its arguments. As in transformers, `tojson` escapes no HTML, and blocks
+    of `{% generation %}` render as their contents. The template has no clock, so that a
+    text is the same on each day: templates that would print today's date print their
+    default.
 
     Args:
       path: The path of the folder.
@@ -105,7 +106,7 @@ class ChatTemplate:
 
         Args:
           messages: The messages, with "role" and "content".
-          add_generation_prompt: Whether the beginning of an answer follows.
+          add_generation_prompt: Whether the text ends with the beginning of an answer.
 
         Raises:
           ValueError: If the template fails or is refused by the sandbox.
@@ -131,7 +132,7 @@ def chat_text(
     Args:
       path: The path of the folder.
       messages: The messages, with "role" and "content".
-      add_generation_prompt: Whether the beginning of an answer follows.
+      add_generation_prompt: Whether the text ends with the beginning of an answer.
 
     Raises:
       ImportError: If jinja2 is not installed.
@@ -159,7 +160,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 def _generation_blocks() -> type:
-    """Returns a jinja2 extension that ignores the tags `generation`, not their text."""
+    """Returns a jinja2 extension that renders `generation` blocks as their contents."""
     extension = _imported("jinja2.ext").Extension
 
     class GenerationBlocks(extension):
@@ -187,13 +188,16 @@ def _template(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 def special_tokens(path: str | os.PathLike) -> dict[str, str]:
-    """Returns the special tokens of a folder by their purpose, "" for those it lacks.
+    """Returns the special tokens of a folder by name, such as "eos_token".
+
+    Names of tokens that the folder lacks have the value "".
 
     Args:
       path: The path of the folder.
 
     Raises:
-      ValueError: If tokenizer_config.json or special_tokens_map.json is no JSON.
+      ValueError: If tokenizer_config.json or special_tokens_map.json exists and is not
+        a JSON object.
     """
     tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
     for file in ("special_tokens_map.json", "tokenizer_config.json"):

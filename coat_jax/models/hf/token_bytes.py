@@ -12,17 +12,18 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: "Tokenizer") -> tuple[bytes, ...]:
-    """Returns the bytes of each token in text, in the order of their numbers.
+    """Returns the bytes of each token in text, in the order of token ids.
 
-    Joined bytes of tokens are the text of them all, but for a space at its beginning,
-    which some tokenizers take away. `coat.generate` needs them for `stop_strings`.
+    The joined bytes of several tokens are their text, except for a space at the
+    beginning, which some tokenizers remove. `coat.generate` needs the bytes of tokens
+    for `stop_strings`.
 
     Args:
       tokenizer: The tokenizer: byte-level, as in Llama 3, Qwen or SmolLM2, or in the
         style of SentencePiece, as in Llama 2, Mistral or Gemma.
 
     Raises:
-      ValueError: If its decoder writes tokens in another way.
+      ValueError: If the tokenizer's decoder is of another kind.
 
     Examples:
       >>> import tokenizers
@@ -36,7 +37,7 @@ def token_bytes(tokenizer: "Tokenizer") -> tuple[bytes, ...]:
     """
     description = json.loads(tokenizer.to_str())
     spell = _spelling(description.get("decoder") or {})
-    # Added tokens stand in text as they are.
+    # The contents of added tokens are text, which no decoder changes.
     contents = {token["id"]: token["content"] for token in description["added_tokens"]}
     pieces = {index: piece for piece, index in tokenizer.get_vocab().items()}
     return tuple(
@@ -46,7 +47,7 @@ def token_bytes(tokenizer: "Tokenizer") -> tuple[bytes, ...]:
 
 
 def _spelling(decoder: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """Returns the function from a token's piece to its bytes."""
+    """Returns the function from a token's string in the vocabulary to its bytes."""
     steps = {step["type"]: step for step in _steps(decoder)}
     if "ByteLevel" in steps:
         bytes_of = {letter: byte for byte, letter in enumerate(_letters())}
@@ -79,7 +80,7 @@ def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _space(steps: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Returns the character that stands for a space, None if there is none."""
+    """Returns the string that stands for a space in tokens, or None."""
     if "Metaspace" in steps:
         return steps["Metaspace"]["replacement"]
     replace = steps.get("Replace", {})
@@ -88,9 +89,10 @@ def _space(steps: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def _letters() -> list[str]:
-    """Returns the letters by which byte-level tokenizers write the 256 bytes.
+    """Returns the characters by which byte-level tokenizers write the 256 bytes.
 
-    Printable bytes are the letters of Latin-1. The others follow from letter 256 on.
+    Printable bytes are written as the characters of Latin-1, and the others, in their
+    order, as the code points from 256 on.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

@@ -1,4 +1,4 @@
-"""The tensors of a folder as rows of a decoder's parameters."""
+"""Reads the parameters of a decoder from the tensors of a folder."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ class Weights:
     Args:
       folder: The open folder.
       config: The configuration of the decoder.
-      scheme: The scheme of codes, if the folder has any.
+      scheme: The scheme of codes; None if the folder has no codes.
       dtype: The dtype of dequantized codes.
 
     Raises:
@@ -64,9 +64,9 @@ class Weights:
         Args:
           parameter: The parameter to read.
           layer: The layer; ignored for parameters outside of layers.
-          index: The entries of each axis of `parameter.stored`.
-          out: Contiguous memory for the part, of the lengths of `index` and the dtype
-            that the part is converted to.
+          index: The range of entries to read along each axis of `parameter.stored`.
+          out: Contiguous memory for the part, with the lengths of `index` as its shape,
+            and the dtype to convert to.
         """
         axes = len(index) - len(parameter.columns)
         *outer, rows = index[:axes]
@@ -191,7 +191,10 @@ class Weights:
 
 
 def _numbers(ranges: Sequence[range], sizes: Sequence[int]) -> Iterator[int]:
-    """Yields the row-major indices of the entries in `ranges`, of axes of `sizes`."""
+    """Yields the row-major index of each entry in `ranges`, for axes of `sizes`.
+
+    Without axes it yields 0.
+    """
     for index in itertools.product(*ranges):
         yield int(np.ravel_multi_index(index, sizes)) if index else 0
 
