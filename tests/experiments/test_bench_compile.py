@@ -29,7 +29,7 @@ def row(case, cpu_s, gpus=1, layers=32):
     return names | seconds | counts
 
 
-@pytest.mark.slow  # That they are traced once is a test of remat.
+@pytest.mark.slow  # Tests of remat say that they are traced once.
 def test_further_layers_are_traced_in_less_time_than_the_first(monkeypatch):
     monkeypatch.setattr(compile_case, "_FURTHER", 2)
     actual = compile_case.traces(Shape(**_SIZES))

@@ -119,7 +119,7 @@ def test_a_parameter_may_be_read_twice_without_a_gradient():
 
 
 def test_optimizers_may_be_compiled_before():
-    """What is traced to look for dependences is not what runs."""
+    """The trace that looks for dependences is not the one that runs."""
     adam = coat.scale_by_fp8_adam()
     compiled = optax.GradientTransformation(adam.init, jax.jit(adam.update))
     params = parameters(stacked=False)
@@ -174,26 +174,23 @@ def test_layers_that_lax_scan_hides_give_a_warning(stacks):
 
         return loss_of(run)(params, tokens)
 
+    def deep(name):  # Stacks may differ in depth.
+        depth = 100 + len(name)
+        return jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct((depth, *p.shape[1:]), p.dtype),
+            params["layers"],
+        )
+
     params = parameters(stacked=True)
-    params |= {name: params["layers"] for name in stacks}
-    large = (
-        params
-        | {  # Stacks may differ in depth.
-            name: jax.tree.map(
-                lambda p: jax.ShapeDtypeStruct(
-                    (100 + len(name), *p.shape[1:]), p.dtype
-                ),
-                params[name],
-            )
-            for name in stacks
-        }
-    )
-    state = SGD.init(params)
+    large = params | {name: deep(name) for name in stacks}
+    small = params | {name: params["layers"] for name in stacks}
+    state = SGD.init(small)
     step = coat.value_and_update(loss, SGD)
-    with pytest.warns(UserWarning, match=r"\['\w+er\w*'\]\['a'\].*coat.scan_layers"):
+    with pytest.warns(UserWarning, match=r"\['a'\].*coat.scan_layers"):
         jax.eval_shape(step, large, state, tokens())
     jax.eval_shape(coat.value_and_update(SCANNED, SGD), large, state, tokens())
-    assert_step_is_plain(loss)
+    if stacks == ["layers"]:
+        assert_step_is_plain(loss)
 
 
 # --- Clipping by the global norm, and steps that are skipped. ---
