@@ -35,6 +35,7 @@ class Choices(NamedTuple):
     quantize_mask: Any
     granularity: PerGroup
     rounding: Rounding
+    known: Mapping[str, Mapping[str, Moment | None]]
 
     def of(self, record: str, field: str) -> Moment | str | None:
         """Returns a field's storage: a `Moment`, None for float32, or "unknown".
@@ -45,7 +46,7 @@ class Choices(NamedTuple):
         """
         if field in self.moments:
             return self.moments[field]
-        return KNOWN.get(record, {}).get(field, "unknown")
+        return self.known.get(record, {}).get(field, "unknown")
 
 
 def initial_state(

@@ -9,7 +9,7 @@ import optax
 
 from coat_jax.optimizers.codec import dequantized, quantized
 from coat_jax.optimizers.initial import Choices, initial_state
-from coat_jax.optimizers.moment import Moment
+from coat_jax.optimizers.moment import Moment, known_of
 from coat_jax.optimizers.state import Rounding, check_gradients, check_state, next_state
 from coat_jax.optimizers.trees import boxed, unboxed
 from coat_jax.quantization.granularity import PerGroup
@@ -28,8 +28,8 @@ def with_quantized_state(
     Each step reads the averages as float32, calls `inner`, and stores the averages
     quantized: 1.04 bytes per element for each average instead of 4. For optax's own
     transformations (Adam, AdamW, Lion, Muon, SGD with momentum, RMSProp, AdaBelief,
-    AdEMAMix, Adan, LAMB and wrappers of them), it is known which fields are averages
-    and how to store them. For other transformations, name the fields in `moments`.
+    AdEMAMix, Adan, ADOPT, LAMB and wrappers of them), it is known which fields are
+    averages and how to store them. For others, name the fields in `moments`.
     Counts, keys and copies of parameters are not quantized.
 
     An average over any number of steps follows the same average in float32. Its codes
@@ -96,7 +96,8 @@ def with_quantized_state(
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params):
-        chosen = Choices(moments or {}, quantize_mask, granularity, rounding)
+        known = known_of(inner)
+        chosen = Choices(moments or {}, quantize_mask, granularity, rounding, known)
         return initial_state(inner, params, chosen)
 
     def update_fn(updates, state, params=None, **extra_args):

@@ -11,6 +11,7 @@ import pytest
 from helpers.marks import slow_except
 
 import coat_jax as coat
+from coat_jax.optimizers.moment import known_of
 from coat_jax.quantization.array import QuantizedArray
 
 SHAPE = (64, 256)
@@ -24,6 +25,7 @@ OPTIMIZERS = {
     "adabelief": (lambda: optax.adabelief(1e-2), 2),
     "adadelta": (lambda: optax.adadelta(1e-2), 2),
     "adan": (lambda: optax.adan(1e-2), 3),
+    "adopt": (lambda: optax.chain(optax.contrib.adopt(1e-2)), 2),
     "ademamix": (lambda: optax.contrib.ademamix(1e-2), 3),
     "amsgrad": (lambda: optax.amsgrad(1e-2), 2),
     "ema": (lambda: optax.ema(0.9), 1),
@@ -37,7 +39,8 @@ OPTIMIZERS = {
     "schedule-free": (lambda: optax.contrib.schedule_free_adamw(1e-2), 1),
 }
 _FAST = [
-    OPTIMIZERS[name] for name in ("momentum", "rmsprop, centered", "schedule-free")
+    OPTIMIZERS[name]
+    for name in ("adopt", "momentum", "rmsprop, centered", "schedule-free")
 ]
 every_optimizer = pytest.mark.parametrize(
     ("make", "averages"), slow_except(_FAST, OPTIMIZERS.values()), ids=OPTIMIZERS
@@ -100,6 +103,12 @@ def test_later_steps_stay_beside_the_plain_ones(make, averages):
     assert a @ b / (b @ b) == pytest.approx(1, abs=0.03)
     # Lion's updates are signs. Some signs differ where the average is near zero.
     assert np.corrcoef(a, b)[0, 1] > 0.9
+
+
+def test_adopt_is_known_after_jit():
+    adopt = optax.contrib.adopt(1e-2)
+    compiled = optax.GradientTransformation(adopt.init, jax.jit(adopt.update))
+    assert known_of(compiled) == known_of(adopt) != known_of(optax.adam(1e-2))
 
 
 def injected(tx):
