@@ -1,1 +1,1 @@
-"""Fine-tuning on questions and answers, and its exact match."""
+"""Fine-tuning on conversations, and the exact match of generated answers."""

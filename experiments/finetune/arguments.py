@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_questions(top: argparse.ArgumentParser) -> None:
-    """Adds the flags of the data and of the questions that are asked."""
+    """Adds the flags of the data and of the test questions."""
     add = top.add_argument_group("the data").add_argument
     for name, help_text in (
         ("--data", "to train on; generated problems if not given"),

@@ -1,4 +1,4 @@
-"""Models that a fine-tuning starts from: own runs, folders, random parameters."""
+"""Models that a fine-tuning starts from: runs, folders, or random parameters."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ from experiments.training.runs import read_settings
 from experiments.training.settings import RECIPES, Recipe, Settings, model_config
 from experiments.training.trainer import Trainer
 
-_CHUNK, _CHUNKS = 2**16, 2**12  # Bytes of a piece that is hashed, and pieces of a file.
+_CHUNK, _CHUNKS = 2**16, 2**12  # Bytes of a hashed piece, and most pieces of a file.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,9 @@ class Base:
       config: A function of settings and a recipe that returns the model's config.
       load: A function of a mesh and a dtype that returns the model, with the recipe
         "bf16"; None means random parameters.
-      fingerprint: A hash of the parameters and of what encodes its text.
-      origin: What `hf.save` passes on from a folder; None without a folder.
+      fingerprint: A hash of the parameters, and of the config and the tokenizer of a
+        folder; "random" for random parameters.
+      origin: The folder's path and config, for `hf.save`; None without a folder.
     """
 
     config: Callable[[Settings, Recipe], llama.LlamaConfig]
@@ -56,14 +57,14 @@ def base_of_run(folder: Path, recipe: Recipe, vocab_size: int) -> Base:
     """Returns the model of a pretraining's latest checkpoint.
 
     Raises:
-      ValueError: If the run is damaged, was of token files, or has no checkpoint.
+      ValueError: If the run is damaged, used token files, or has no checkpoint.
     """
     params = load_params(folder, recipe, vocab_size)
 
     settings = read_settings(folder)
 
     def load(mesh: Mesh | None, dtype: Any) -> llama.Llama:
-        del mesh  # The trainer puts the parameters where they belong.
+        del mesh  # The trainer places the parameters on the mesh.
         config = model_config(settings, "bf16", vocab_size)
         arrays = jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), params)
         return nnx.merge(structure(config), arrays)
@@ -74,10 +75,10 @@ def base_of_run(folder: Path, recipe: Recipe, vocab_size: int) -> Base:
 
 
 def base_of_folder(folder: Path) -> Base:
-    """Returns the model of a Hugging Face folder, which is loaded when it is needed.
+    """Returns the model of a Hugging Face folder; only `Base.load` reads the weights.
 
     Raises:
-      ValueError: If the folder is damaged, or of a model that the decoder is not.
+      ValueError: If the folder is damaged, or its architecture is not supported.
     """
     values = read_json(folder, "config.json")
     shape = configs.read(values)
@@ -104,8 +105,8 @@ def base_of_folder(folder: Path) -> Base:
 def folder_fingerprint(folder: Path) -> str:
     """Returns a hash of a folder's config, tokenizer and tensors.
 
-    All bytes of a file enter the hash up to 256 MiB, and a sample of pieces of a longer
-    one, with its size.
+    Files of up to 256 MiB are hashed as a whole. Of a longer file only its size and a
+    sample of its pieces are hashed.
     """
     digest = hashlib.blake2b(digest_size=16)
     tensors = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -129,7 +130,7 @@ def load_params(folder: Path, recipe: Recipe, vocab_size: int) -> nnx.State:
     """Returns the parameters of a pretraining's latest checkpoint, as NumPy arrays.
 
     Raises:
-      ValueError: If the run is damaged, was of token files, or has no checkpoint.
+      ValueError: If the run is damaged, used token files, or has no checkpoint.
     """
     settings = read_settings(folder)
     if any(is_tokens(Path(path)) for path in settings.data):

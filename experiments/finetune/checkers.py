@@ -1,8 +1,8 @@
 """Checkers: functions that say whether a generated answer is right.
 
-A checker is a name in `CHECKERS`, or MODULE:FUNCTION for a function of your own, which
-takes what `Checker` does. Its module is imported from the working directory or the
-installed packages.
+The setting `checker` is a name in `CHECKERS`, or MODULE:FUNCTION for a function of your
+own with the arguments of `Checker`. The module is imported from the working directory
+or the installed packages.
 """
 
 import importlib
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 class Checker(Protocol):
-    """A function that compares an answer with what is right."""
+    """A function that compares a generated answer with the expected result."""
 
     def __call__(
         self, answer: str, expected: str, fields: Mapping[str, Any]
@@ -27,8 +27,8 @@ class Checker(Protocol):
 
         Args:
           answer: The generated answer.
-          expected: The result in the data's answer.
-          fields: The fields of the data's line.
+          expected: The result in the record's answer.
+          fields: The fields of the record in its file.
         """
 
 
@@ -44,7 +44,7 @@ def exact(answer: str, expected: str, fields: Mapping[str, Any]) -> bool:
 
 
 def number(answer: str, expected: str, fields: Mapping[str, Any]) -> bool:
-    """Returns whether the last number of an answer is the last of what is expected.
+    """Returns whether the last numbers in an answer and in `expected` are equal.
 
     Examples:
       >>> number("That makes 1,200 eggs.", "1200", {})
@@ -87,5 +87,5 @@ def load_checker(name: str) -> Checker:
 
 
 def is_code(name: str) -> bool:
-    """Returns whether a checker is code that is not part of this program."""
+    """Returns whether a checker's name refers to code outside of this program."""
     return name not in CHECKERS

@@ -3,11 +3,11 @@
     uv run python -m experiments.finetune.compare --base RUN --recipes bf16,te,coat
 
 Each seed is a run of `experiments.finetune` in a folder of its own. Flags that this
-program does not know are passed to `experiments.finetune`. The same command goes on
-where an earlier one ended. All runs ask the same questions, so recipes are compared
-with the first one question by question.
+program does not know are passed to `experiments.finetune`. The same command continues
+where an earlier one ended. All runs ask the same questions, so each recipe is compared
+with the first recipe question by question.
 
-A difference has two intervals. The interval over questions holds for these seeds: a
+A difference has two 95% intervals. The interval over questions holds for these seeds: a
 question's differences are averaged over the seeds, and questions are independent. The
 interval over seeds holds for these questions. It is wide if seeds are few, and infinite
 for one seed.
@@ -37,15 +37,16 @@ from experiments.training.rows import read_rows
 
 _MOST_SEEDS = 10
 
-# The records of answers by recipe, and those "before" the training.
+# Answers by recipe; under "before", the answers of the model before the training.
 type Answers = dict[str, list[dict[str, Any]]]
 
 
 class Hits(NamedTuple):
-    """Exact answers of all runs.
+    """The correctness of the answers of all runs.
 
     Attributes:
-      recipes: The recipes, after "before".
+      recipes: "before", which stands for the model before the training, and the
+        recipes.
       families: The family of each question.
       exact: Whether each answer is exact, by recipe, seed and question: 0.0 or 1.0.
     """
@@ -67,7 +68,7 @@ class Hits(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    # An abbreviation of --seeds would take the runs' own --seed.
+    # If abbreviations were allowed, --seed of the runs would be read as --seeds.
     top = new_parser("experiments.finetune.compare", __doc__, allow_abbrev=False)
     out = default_path("finetune", "finetune_compare")
     top.add_argument(
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_seed(folder: Path, flags: Sequence[str]) -> int:
-    """Trains and asks in a folder, unless that is done; returns an exit code."""
+    """Runs a fine-tuning in a folder, unless it is finished; returns an exit code."""
     if not (folder / "run.json").exists():
         return program.main([*flags, "--out", str(folder)])
     if not (folder / "summary.json").exists():
@@ -115,7 +116,8 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
     """Returns the entries of a results file about finished runs.
 
     Raises:
-      ValueError: If a run is damaged, or has other recipes or questions than the first.
+      ValueError: If a run is damaged, or its recipes or questions are not the first
+        run's.
     """
     hits = read_hits(folders)
     rows, differences = shares(hits), paired(hits)
@@ -138,7 +140,7 @@ def training_of(folder: Path) -> dict[str, Any]:
 
 
 def curves_of(folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Returns the losses of a run's recipes."""
+    """Returns the loss curves of a run's recipes, one row per recipe."""
     losses: dict[str, list[float]] = {}
     for row, _ in read_rows(folder / "metrics.jsonl"):
         losses.setdefault(row["recipe"], []).append(row["loss"])
@@ -161,7 +163,7 @@ def samples_of(answers: Answers) -> list[dict[str, str]]:
 
 
 def answers_of(folder: Path) -> Answers:
-    """Returns the answers of a finished run."""
+    """Returns the answers of a finished run, by recipe."""
     by_recipe: Answers = {}
     for line in (folder / "answers.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -179,7 +181,7 @@ def read_hits(folders: Sequence[Path]) -> Hits:
 
 
 def hits_of(runs: Mapping[str, Answers]) -> Hits:
-    """Returns the answers of runs by their names.
+    """Returns the correctness of the answers of runs, given by the runs' names.
 
     Raises:
       ValueError: If the runs have other recipes or questions than the first.
@@ -215,7 +217,7 @@ def shares(hits: Hits) -> list[dict[str, Any]]:
 
 
 def paired(hits: Hits) -> list[dict[str, Any]]:
-    """Returns the differences to the first recipe by family, with both intervals."""
+    """Returns differences to the first recipe by family, each with two intervals."""
     rows = []
     for family in _families(hits):
         exact = hits.of(family).exact[1:]  # The first entry is "before".
@@ -238,7 +240,7 @@ def paired(hits: Hits) -> list[dict[str, Any]]:
 
 
 def _half_over_seeds(differences: Float[np.ndarray, " seeds"]) -> float:
-    """Returns half of the 95% interval of a mean over seeds, infinite for one seed."""
+    """Returns the half-width of a mean's 95% interval over seeds; infinite for one."""
     if differences.size < 2:
         return math.inf
     error = differences.std(ddof=1) / np.sqrt(differences.size)

@@ -18,17 +18,17 @@ from experiments.training.plots import draw_curves
 
 Row = Mapping[str, Any]
 Results = Mapping[str, Any]
-# Bars need as many questions and seeds; smaller runs are for show.
+# The numbers of questions and seeds without which a comparison has no bars.
 _QUESTIONS, _SEEDS = 2000, 3
 # The distance from the first recipe that an interval may reach, in points.
 _MARGIN = 2.0
-# Recipes that have learned nothing do not differ. The first recipe must be better than
-# before by as many points, from the end of one interval to the end of the other.
+# Recipes that have learned nothing do not differ. The low end of the first recipe's
+# interval must be so many points above the high end of the untrained model's interval.
 _GAIN = 10.0
 
 
 def bars(rows: Sequence[Row], differences: Sequence[Row]) -> list[Bar]:
-    """Returns the bars of a comparison, if it has enough questions and seeds."""
+    """Returns a comparison's bars; empty if it has too few questions or seeds."""
     untrained, first = [row for row in rows if row["family"] == "all"][:2]
     if first["questions"] < _QUESTIONS or first["seeds"] < _SEEDS:
         return []
@@ -71,7 +71,7 @@ def _of_text(table: Table) -> Table:
 
 
 def exact_match(results: Results) -> Table:
-    """Returns a table of exact match by recipe and family, with the paper's below."""
+    """Returns a table of exact match by recipe and family, and the paper's numbers."""
     rows = results["rows"]
     result = _by_family("Exact match, %", rows)
     for recipe, rows_of_recipe in _grouped(rows):
@@ -92,7 +92,7 @@ def exact_match(results: Results) -> Table:
 
 
 def differences(results: Results) -> Table:
-    """Returns a table of paired differences by family, with the paper's below."""
+    """Returns a table of paired differences by family, and the paper's numbers."""
     rows = results["differences"]
     reference = rows[0]["beside"] if rows else "the first recipe"
     title = f"Points above {reference} on the same questions, and 95% intervals"
@@ -118,13 +118,13 @@ def differences(results: Results) -> Table:
 
 
 def draw_losses(results: Results) -> Figure:
-    """Draws training losses by recipe, means over seeds, and gaps to the first one."""
+    """Draws training losses by recipe, averaged over seeds, above gaps to the first."""
     unit = f"nats a {results['training']['nats_per']}"
     return draw_curves(results["curves"], "Loss of answers while training", unit)
 
 
 def draw_exact_match(results: Results) -> Figure:
-    """Draws exact match by family, and differences with both of their intervals."""
+    """Draws exact match by family, and differences with two intervals each."""
     drawing = Figure(figsize=(11, 4.2), layout="constrained", dpi=150)
     share, differences = drawing.subplots(1, 2, width_ratios=(3, 2))
     _draw_shares(share, results["rows"])
@@ -161,7 +161,7 @@ def _draw_differences(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.axvspan(-_MARGIN, _MARGIN, color="0.93", zorder=0)
     axes.axvline(0, color="0.6", linewidth=0.8)
-    # Few seeds have intervals so wide that no other could be seen next to them.
+    # Intervals over few seeds are so wide that the others could not be seen.
     reach = [abs(row[f"{end}_points"]) for row in rows for end in ("low", "high")]
     reach = 1.5 * max([_MARGIN, *reach])
     axes.set_xlim(-reach, reach)
@@ -179,9 +179,9 @@ def _by_family(title: str, rows: Sequence[Row]) -> Table:
 
 
 def _heads(families: Iterable[str]) -> list[str]:
-    """Returns the names of families.
+    """Returns the heads of columns: the names of families.
 
-    Below them are the benchmarks for which they stand, if all of these have a family.
+    If every benchmark has a family, a second line names the family's benchmark.
     """
     families = list(families)
     names = BENCHMARKS if set(BENCHMARKS) <= set(families) else {}
@@ -194,10 +194,10 @@ def _grouped(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _paper(recipe: str, rows: Sequence[Row]) -> list[float | None]:
-    """Returns the figures of the paper's table 4 for rows, or None where it has none.
+    """Returns the number in the paper's table 4 for each row; None if there is none.
 
-    There are none unless all benchmarks have a family. The paper's average is over all
-    of them.
+    All are None unless every benchmark has a family, because the paper's average is
+    over all benchmarks.
     """
     families = [row["family"] for row in rows]
     columns = BENCHMARKS | {"all": "average"}
@@ -208,7 +208,7 @@ def _paper(recipe: str, rows: Sequence[Row]) -> list[float | None]:
 
 
 def _add_paper(table: Table, values: Sequence[float | None], spec: str) -> None:
-    """Adds a row of the paper's figures in parentheses, if there are some."""
+    """Adds a row of the paper's numbers in parentheses, unless all are None."""
     if any(value is not None for value in values):
         texts = ("-" if v is None else f"({v:{spec}})" for v in values)
         table.add_row("  the paper's", *texts)

@@ -20,8 +20,8 @@ class Record:
 
     Attributes:
       family: The kind of question, for results by kind.
-      place: Its file and line, for messages about it.
-      fields: The fields of its line, for a task's checker.
+      place: The record's file and line, for error messages.
+      fields: The fields of the record in its file, for a checker.
     """
 
     family: str = "all"
@@ -31,12 +31,12 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation(Record):
-    """Messages of which the last is the assistant's.
+    """A list of messages; the last message is the assistant's.
 
     Attributes:
       messages: The role and the content of each message.
-      learned: Whether the loss counts each message; only the assistant's can count.
-        Empty means that all of the assistant's do.
+      learned: Whether the loss counts each message; it only ever counts the assistant's
+        messages. Empty means that it counts all of the assistant's messages.
     """
 
     messages: Messages
@@ -60,7 +60,7 @@ class Conversation(Record):
 
     @property
     def answer(self) -> str:
-        """The last answer, of which only the part after "####" counts, if any."""
+        """The result in the last answer; see `result_of`."""
         return result_of(self.messages[-1][1])
 
     def is_learned(self, index: int) -> bool:
@@ -75,7 +75,7 @@ class Passage(Record):
 
     Attributes:
       prompt: The text that is given.
-      completion: The text that is learned, and at which the document ends.
+      completion: The text that is learned; the document ends after it.
     """
 
     prompt: str = ""
@@ -88,7 +88,7 @@ class Passage(Record):
 
     @property
     def answer(self) -> str:
-        """The part of the completion that counts as a result."""
+        """The result in the completion; see `result_of`."""
         return result_of(self.completion)
 
 
@@ -98,7 +98,7 @@ class TokenRow(Record):
 
     Attributes:
       tokens: The tokens.
-      learned: Whether the loss counts each of them.
+      learned: Whether the loss counts each token.
     """
 
     tokens: tuple[int, ...]
@@ -118,12 +118,14 @@ class Example(NamedTuple):
 
 
 def result_of(answer: str) -> str:
-    """Returns the compared part of an answer: the text after the last "####"."""
+    """Returns the result in an answer: the text after the last "####", or all text."""
     return answer.rpartition(_STEPS)[2].strip()
 
 
 def check_turns(roles: list[str]) -> None:
-    """Raises ValueError unless user and assistant take turns, after a system message.
+    """Raises ValueError unless user and assistant alternate, and the assistant is last.
+
+    A system message may come before them.
 
     Examples:
       >>> check_turns(["system", "user", "assistant"])

@@ -1,9 +1,9 @@
 """Encoders of records as tokens, and the encoder that writes roles as words.
 
-No text of a message can write a role or the end of a document. A special token within a
-message is encoded as the text that it is. Where roles are words of the text itself, a
-message that has these words is refused. `experiments.finetune.folder_encoding` has the
-encoder of a Hugging Face folder.
+The content of a message can never become a role or the end of a document. A special
+token in a message is encoded as plain text. If roles are written as words, a message
+with these words is refused. `experiments.finetune.folder_encoding` has the encoder of a
+Hugging Face folder.
 """
 
 import abc
@@ -27,7 +27,7 @@ _WORDS = {"system": "", "user": "User: ", "assistant": "Assistant:"}
 
 
 class Encoder(abc.ABC):
-    """The way of a model to write records as tokens.
+    """An encoder of records as a model's tokens.
 
     Attributes:
       vocab_size: The number of distinct tokens.
@@ -52,11 +52,13 @@ class Encoder(abc.ABC):
     def _passage(self, passage: Passage) -> Example: ...
 
     def encode(self, record: Record, loss: Loss = "answers") -> Example:
-        """Returns a record as tokens, of which `loss` says what is learned.
+        """Returns a record's tokens, and whether the loss counts each token.
+
+        The loss counts the answers, or with `loss="all"` every token but the first.
 
         Raises:
           ValueError: If a message could be read as a role, or tokens are outside the
-            vocabulary. The message names the record.
+            vocabulary. The error names the record.
         """
         try:
             example = self._encoded(record)
@@ -66,7 +68,7 @@ class Encoder(abc.ABC):
             example.answers if loss == "answers" else np.ones_like(example.answers)
         )
         learned = learned.copy()
-        learned[:1] = False  # Nothing comes before the first token.
+        learned[:1] = False  # No token predicts the first one.
         return Example(example.tokens, learned)
 
     def _encoded(self, record: Record) -> Example:
@@ -85,17 +87,16 @@ class Encoder(abc.ABC):
 
 
 class WordsEncoder(Encoder):
-    """The encoder of own runs, which writes roles as words.
+    """An encoder that writes roles as words, for runs of `experiments.pretrain`.
 
-    A model of plain text then needs no tokens of its own:
+    A model of plain text then needs no special tokens for roles:
 
         User: What is 7 + 5?
         Assistant: 12<|document|>
 
     The separator of documents, which pretraining has taught the model, ends each answer
-    of the assistant. A message of the role "system" is a line without a role. A
-    question is encoded without the space before its answer, which belongs to the
-    answer, as BPEs have it.
+    of the assistant. A message of the role "system" is a line without a role. The space
+    before an answer is encoded with the answer, as in a BPE, and not with the question.
 
     Args:
       codec: The tokenizer of the run.
@@ -153,7 +154,7 @@ class WordsEncoder(Encoder):
 
 
 def role_error(word: str, content: str) -> ValueError:
-    """Returns the error of a message that has a word by which a role is written."""
+    """Returns the error for a message with a word that the model reads as a role."""
     near = content[max(0, content.find(word) - 10) :]
     return ValueError(
         f"a message must not have the words {word!r}, which the model reads as a role; "

@@ -15,8 +15,8 @@ from experiments.finetune.conversations import Conversation, Passage
 from experiments.finetune.encoding import Encoder
 
 _BATCH = 128
-_CACHE_BYTES = 2**31  # A batch is smaller where its keys and values would take more.
-_BUCKET = 64  # Prompts are padded to a multiple of this, so that programs are few.
+_CACHE_BYTES = 2**31  # Largest KV cache of a batch.
+_BUCKET = 64  # Prompts are padded to multiples, so that few programs are compiled.
 _SPARE = 8  # Tokens that an answer may have more than the longest right one.
 
 
@@ -29,7 +29,7 @@ class Answer:
       question: The last question, as the user asked it.
       expected: The right result.
       given: The generated answer.
-      exact: Whether the checker finds it right.
+      exact: Whether the checker accepts the answer.
     """
 
     family: str
@@ -46,7 +46,8 @@ class Exam:
       records: The questions with their answers.
       encoder: The encoder of the model.
       checker: The function that says whether an answer is right.
-      config: The model's shape, which bounds a batch by the memory of its cache.
+      config: The model's shape, to bound batches by the memory of the KV cache; None
+        means no such bound.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Exam:
         self._size = min(_BATCH, len(records), self._fitting())
 
     def _fitting(self) -> int:
-        """Returns the number of questions that the cache has room for."""
+        """Returns the number of questions that fit in the largest KV cache."""
         if self._config is None or not self._prompts:
             return _BATCH
         c, longest = self._config, max(map(len, self._prompts))
@@ -95,14 +96,14 @@ class Exam:
         ]
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yields the numbers of the questions of each batch, short prompts first."""
+        """Yields the indices of the questions of each batch, short prompts first."""
         order = sorted(range(len(self._prompts)), key=lambda n: len(self._prompts[n]))
         for start in range(0, len(order), self._size or 1):
             yield order[start : start + self._size]
 
     def _generated(self, model: Llama, batch: list[int]) -> dict[int, str]:
         prompts = [self._prompts[n] for n in batch]
-        # All batches are one program.
+        # All batches have the same size, so that programs are reused.
         prompts += [prompts[-1]] * (self._size - len(prompts))
         longest = max(map(len, prompts))
         output = coat.generate(

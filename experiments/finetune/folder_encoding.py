@@ -1,4 +1,4 @@
-"""Records as tokens, with the tokenizer and the chat template of a folder."""
+"""Encodes records with the tokenizer and the chat template of a Hugging Face folder."""
 
 import json
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from experiments.finetune.encoding import Encoder, role_error
 class FolderEncoder(Encoder):
     """The encoder of a Hugging Face folder: its tokenizer and its chat template.
 
-    The tokens of an answer are its content and what the template ends it with, up to
-    the token that stops generation.
+    An answer's tokens are its content, and what the template writes after the content
+    up to the token that stops generation.
 
     Args:
       folder: The path of the folder.
@@ -71,7 +71,7 @@ class FolderEncoder(Encoder):
         ]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, without special ones."""
+        """Returns the text of tokens, without special tokens."""
         return self._tokenizer.decode(list(tokens))
 
     def question(self, record: Conversation | Passage) -> list[int]:
@@ -83,7 +83,8 @@ class FolderEncoder(Encoder):
     def _passage(self, passage: Passage) -> Example:
         prompt = self._text(passage.prompt, ends=False)
         text = self._text(passage.prompt + passage.completion, ends=True)
-        # A BPE may join letters of the prompt and the completion; these are learned.
+        # A BPE may merge letters of the prompt and the completion into one token, which
+        # is learned.
         common = prompt.size
         if not np.array_equal(text[:common], prompt):
             short = min(common, text.size)
@@ -92,7 +93,7 @@ class FolderEncoder(Encoder):
         return Example(text, learned if passage.prompt else np.ones(text.size, bool))
 
     def _text(self, text: str, ends: bool) -> np.ndarray:
-        """Returns a text's tokens, with those that the tokenizer puts before them.
+        """Returns a text's tokens, after the tokens that start each text, if any.
 
         If the text `ends` a document, the end token follows.
         """
@@ -123,7 +124,7 @@ class FolderEncoder(Encoder):
         return Example(tokens, learned)
 
     def _stop(self, text: str, begin: int, end: int) -> int:
-        """Returns the place after the token that ends an answer."""
+        """Returns the position in the text after the token that ends an answer."""
         for number in self.stop_tokens:
             word = self._tokenizer.id_to_token(number)
             if word and (at := text.find(word, begin, end)) >= 0:
@@ -137,7 +138,7 @@ class FolderEncoder(Encoder):
     def _tokens(
         self, messages: Messages, prompt: bool
     ) -> tuple[str, np.ndarray, np.ndarray]:
-        """Returns messages as text and as tokens, and the place of each token in it."""
+        """Returns messages as text and as tokens, and each token's text position."""
         text = self._rendered(messages, prompt)
         self._check_roles(messages)
         if any(self._has_special(content) for _, content in messages):
@@ -158,7 +159,7 @@ class FolderEncoder(Encoder):
             return True
         if self._tokenizer.normalizer is None:
             return False
-        # A normalizer may make a special token of other letters.
+        # A normalizer may turn other characters into a special token.
         encoding = self._tokenizer.encode(content, add_special_tokens=False)
         return not self._special_ids.isdisjoint(encoding.ids)
 
@@ -184,10 +185,10 @@ class FolderEncoder(Encoder):
     def _around(
         self, text: str, hidden: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes a text, and special tokens only outside of the spans `hidden`.
+        """Encodes a text; special tokens within the spans `hidden` are plain text.
 
         Returns:
-          The tokens, and the position in the text at which each of them begins.
+          The tokens, and the position in the text at which each token begins.
         """
         ids, starts, begin = [], [], 0
         for at, word in self._special_places(text, hidden):
@@ -209,7 +210,7 @@ class FolderEncoder(Encoder):
           The position and the text of each, in order, and last the text's end with "".
         """
         places, at = [], 0
-        # The tokenizer takes the longer of two tokens that begin at one place.
+        # The tokenizer takes the longer of two tokens that begin at the same position.
         words = sorted(self._special, key=len, reverse=True)
         while at < len(text):
             span = next((span for span in hidden if span[0] <= at < span[1]), None)
@@ -224,10 +225,10 @@ class FolderEncoder(Encoder):
 
 
 def _without_special(tokenizer):
-    """Returns a copy of a tokenizer to which special tokens are text."""
+    """Returns a copy of a tokenizer that encodes special tokens as plain text."""
     values = json.loads(tokenizer.to_str())
     for token in values["added_tokens"]:
-        token["special"] = True  # Others would still be read within a text.
+        token["special"] = True  # Other added tokens would not become plain text.
     plain = type(tokenizer).from_str(json.dumps(values))
     plain.encode_special_tokens = True
     return plain
@@ -264,7 +265,7 @@ def _end_token(folder: Path, special: dict[str, int]) -> int:
 
 
 def _stop_tokens(folder: Path) -> list[int]:
-    """Returns the tokens at which the folder's settings end a generation."""
+    """Returns the tokens at which the folder's config files end a generation."""
     stops: list[int] = []
     for name in ("config.json", "generation_config.json"):
         if (folder / name).exists():

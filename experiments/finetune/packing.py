@@ -1,4 +1,4 @@
-"""Conversations packed into windows of one length, of which none is cut."""
+"""Conversations packed, uncut, into windows of one length."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,7 +8,8 @@ from jaxtyping import Int32
 
 from experiments.finetune.conversations import Example
 
-# The number of windows that are open for further conversations. More fill better.
+# The number of latest windows to which conversations are added. With more windows,
+# fewer positions remain empty.
 _OPEN = 64
 
 
@@ -47,7 +48,7 @@ class PackedWindows:
 
     @property
     def filled(self) -> float:
-        """The share of the windows' places that hold tokens."""
+        """The share of the windows' positions that hold tokens."""
         tokens = sum(example.tokens.size for example in self._examples)
         return tokens / (len(self) * (self._length + 1))
 
@@ -60,7 +61,7 @@ class PackedWindows:
 
 
 def _packed(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Returns the numbers of the items in each window, first fit."""
+    """Returns the indices of the items in each window, packed by first fit."""
     windows: list[list[int]] = []
     free: list[int] = []
     for which, size in enumerate(sizes):

@@ -4,12 +4,12 @@
 
 `--model` names a Hugging Face folder with its tokenizer and chat template, and
 `--base` a run of `experiments.pretrain`. `--data` and `--test` name .jsonl or
-.parquet files of conversations, prompts, texts or tokens. Without arguments it is
-SmolLM2 that learns generated word problems if its package is installed, and otherwise a
-small byte-level model with random parameters, with the recipes `bf16` and `coat`.
+.parquet files of conversations, prompts, texts or tokens. Without arguments, SmolLM2
+learns generated word problems if its package is installed. Otherwise a small byte-level
+model with random parameters learns them, with the recipes `bf16` and `coat`.
 
-Records are packed into windows in which attention does not cross from one to another,
-and the loss counts the answers alone. All parameters are BF16 and rounded
+Records are packed into windows in which attention does not cross from one record to
+another, and the loss counts the answers alone. All parameters are BF16 and rounded
 stochastically, or `--lora` trains adapters over weights that are frozen in FP8. The
 run's folder holds metrics.jsonl, summary.json, answers.jsonl, loss.png,
 exact_match.png, checkpoints, and for `--model` models/RECIPE, a Hugging Face folder.
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_program(argv: Sequence[str] | None, stop: Interrupts) -> int:
-    """Does what `main` does, and ends as `stop` says."""
+    """Runs the command line `argv` until `stop` has a signal; returns an exit code."""
     return run_job(FINETUNING, argv, stop)
 
 
@@ -69,7 +69,7 @@ class QuestionInputs(Inputs):
     Attributes:
       base: The model to start from.
       exam: The test questions that are asked at the end.
-      short_exam: Those that validations ask.
+      short_exam: The test questions that validations ask.
     """
 
     base: Base
@@ -84,7 +84,7 @@ class QuestionInputs(Inputs):
         return kind(config, settings, **options)
 
     def measure(self, trainer: Trainer, state: TrainState) -> dict[str, float]:
-        """Returns the loss of the test answers, and the exact match of some of them."""
+        """Returns the validation loss, and the exact match of some test questions."""
         assert isinstance(trainer, AnswerTrainer)
         results = super().measure(trainer, state)
         if not len(self.short_exam):
@@ -97,7 +97,7 @@ def _checked_inputs(run: FinetuneRun, mesh: Mesh | None) -> QuestionInputs:
     """Returns the inputs of a run that has begun.
 
     Raises:
-      ValueError: If they are not those that it began with.
+      ValueError: If the data has changed since.
     """
     inputs, fingerprint = load_inputs(run.settings, run.folder / _TOKENIZER, mesh)
     run.check_data(fingerprint)
@@ -223,7 +223,7 @@ def _ask(
     losses: dict[str, float],
     by_recipe: dict[str, list[Answer]],
 ) -> None:
-    """Adds the validation loss and the answers of a state."""
+    """Adds a state's validation loss to `losses`, and its answers to `by_recipe`."""
     losses[name] = trainer.evaluate_in_bf16(state, inputs.validation)
     label = f"{name}, test" if processes.is_main() else None
     by_recipe[name] = inputs.exam.ask(trainer.model(state), label)

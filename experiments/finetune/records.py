@@ -31,9 +31,9 @@ from experiments.finetune.conversations import (
 from experiments.training import files
 
 SUFFIXES = (".jsonl", ".parquet")
-_LARGEST_LINE = 2**26  # Bytes; a document of more is no line of a fine-tuning.
+_LARGEST_LINE = 2**26  # Bytes of a line; longer lines are refused.
 _IGNORED = -100  # The label of a token that the loss does not count.
-# Fields that would change what a record means, and that are not read.
+# Fields that are refused, because they would change what a record means.
 _REFUSED = {
     "tools": "calls of tools",
     "functions": "calls of tools",
@@ -51,8 +51,8 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
     Raises:
       FileNotFoundError: If there is no file at a path.
       ImportError: If a file is Parquet and pyarrow is not installed.
-      ValueError: If a file is of another kind, or a line is no record or not of the
-        format of the lines before it. The message names the file and the line.
+      ValueError: If a file is of another kind, or a line is not a record or not of the
+        format of the lines before it. The error names the file and the line.
     """
     records: list[Record] = []
     for path in files.find_files(paths, SUFFIXES):
@@ -66,7 +66,7 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def _of_file(path: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Record]:
-    """Yields the records of a file, which have one format."""
+    """Yields the records of a file; raises ValueError unless all have one format."""
     first: tuple[str, str] | None = None
     for location, row in rows:
         try:
@@ -83,7 +83,7 @@ def _of_file(path: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the place and the JSON value of each line that is not blank."""
+    """Yields the location and the JSON value of each line that is not blank."""
     with files.named(path), path.open("rb") as file:
         number = 0
         while line := file.readline(_LARGEST_LINE + 1):
@@ -131,7 +131,7 @@ def _integer(text: str) -> int | float:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the place and the fields of each row, without those that are null."""
+    """Yields the location and the fields of each row, without fields that are null."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -168,7 +168,7 @@ def _format(row: Any) -> str:
         name = min(refused)
         raise ValueError(f'"{name}": fine-tuning takes no {_REFUSED[name]}')
     names = [name for name, keys in _FIELDS.items() if row.keys() >= set(keys)]
-    # A record that lacks a field is refused by the name of the field.
+    # If a field is missing, the format's reader raises an error that names the field.
     names = names or [name for name, (key, *_) in _FIELDS.items() if key in row]
     if "text" in names[1:]:  # Alpaca's own files have the whole prompt as well.
         names.remove("text")
@@ -321,11 +321,11 @@ def _string(record: dict, name: str) -> str:
         )
     if "\0" in value:
         raise ValueError(f'"{name}" must have no NUL, got {value!r:.60}')
-    value.encode()  # JSON can name halves of letters, which are no Unicode.
+    value.encode()  # JSON may have lone surrogates, which raise an error here.
     return value
 
 
-# The fields that a format must have, and the function that reads a record of it.
+# The fields that a record of a format must have, and the function that reads it.
 _FIELDS = {
     "messages": ("messages",),
     "question and answer": ("question", "answer"),

@@ -32,7 +32,8 @@ def summarize(
     Args:
       run: A finished run.
       token: The unit of its tokens: "byte" or "token".
-      by_recipe: The answers of each recipe, and those "before" the training.
+      by_recipe: The answers of each recipe's model, and under "before" the answers of
+        the model before the training.
       losses: The validation losses of the same models, with BF16 matmuls.
     """
     lines = [
@@ -63,7 +64,7 @@ def summarize(
 
 
 def _perplexity(loss: float) -> float:
-    """Returns e ** loss, infinite where no float is as large."""
+    """Returns e ** loss, or infinity if the result would overflow."""
     return math.exp(loss) if loss < _LARGEST_LOSS else math.inf
 
 
@@ -76,7 +77,7 @@ def tables(summary: dict[str, Any]) -> Group:
 
 
 def perplexity_table(summary: dict[str, Any]) -> Table:
-    """Returns the perplexity of the validation data before and after."""
+    """Returns a table of the validation perplexity, before training and by recipe."""
     table = new_table("Perplexity", "", *summary["perplexity"])
     values = (f"{value:,.4g}" for value in summary["perplexity"].values())
     table.add_row(f"a {summary['nats_per']}", *values)
@@ -84,7 +85,7 @@ def perplexity_table(summary: dict[str, Any]) -> Table:
 
 
 def exact_match_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns the exact match by family, with its 95% intervals."""
+    """Returns a table of exact match by family and recipe, with 95% intervals."""
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     table = new_table("Exact match, % (95% interval)", "", "questions", *recipes)
     for family in dict.fromkeys(row["family"] for row in rows):
@@ -117,7 +118,7 @@ def plot_exact_match(run: FinetuneRun, summary: dict[str, Any]) -> Figure:
         color = RECIPE_COLORS[recipe]
         axes.plot(steps, shares, color=color, linewidth=1.6, label=recipe)
         end = next(row for row in last if row["recipe"] == recipe)
-        # Points of one step stand side by side.
+        # The recipes' points are drawn side by side, after the last step.
         step = (run.steps or 1) * (1.02 + 0.015 * number)
         _point(axes, step, end, color)
     _point(axes, 0, untrained, "0.4", label="before")

@@ -1,4 +1,4 @@
-"""The folders that a fine-tuning leaves, for other programs to load."""
+"""Saves the trained models of a fine-tuning, for other programs to load."""
 
 import shutil
 from functools import partial
@@ -17,8 +17,8 @@ def save_models(
 ) -> list[Path]:
     """Saves a recipe's model as a Hugging Face folder, and in FP8 if the run asks.
 
-    The run's folder gets models/RECIPE, and models/RECIPE-FORMAT. An earlier one is
-    replaced. All processes take part.
+    The run's folder gets models/RECIPE, and models/RECIPE-FORMAT in FP8. Earlier
+    folders are replaced. All processes must call this function.
 
     Returns:
       The paths of the folders.

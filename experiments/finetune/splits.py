@@ -22,8 +22,8 @@ class Split:
 
     Attributes:
       windows: The windows.
-      questions: The records with a question, of which nothing was cut.
-      described: The number of records, and of those that were cut or skipped.
+      questions: The records that have a question and were not cut.
+      described: A text with the numbers of all, of cut and of skipped records.
     """
 
     windows: PackedWindows
@@ -32,11 +32,11 @@ class Split:
 
 
 def read_splits(settings: FinetuneSettings) -> tuple[list[Record], list[Record]]:
-    """Returns the records to train on and those to validate on.
+    """Returns the records to train on and the records to validate on.
 
     Raises:
       FileNotFoundError: If there is no file at a path.
-      ValueError: If a file is no data; see `read_records`.
+      ValueError: If a file is invalid; see `read_records`.
     """
     if settings.data:
         train = read_records([Path(path) for path in settings.data])
@@ -53,10 +53,11 @@ def read_splits(settings: FinetuneSettings) -> tuple[list[Record], list[Record]]
 def split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """Returns records to train on, and about a twentieth to validate on.
 
-    A hash of what a record says decides its side, so that equal ones are on the same.
+    A hash of a record's content decides its split, so that equal records are in the
+    same split.
 
     Raises:
-      ValueError: If all records say the same.
+      ValueError: If all records have the same content.
     """
     train, test = [], []
     hashes = [_hash(record) for record in records]
@@ -74,7 +75,7 @@ def split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
 
 
 def _hash(record: Record) -> int:
-    """Returns a hash of what a record says, without its place."""
+    """Returns a hash of a record's content, without its place, fields and family."""
     values = dataclasses.asdict(record)
     said = {k: v for k, v in values.items() if k not in ("place", "fields", "family")}
     digest = hashlib.blake2b(repr(said).encode("utf-8", "replace"), digest_size=8)
@@ -84,11 +85,11 @@ def _hash(record: Record) -> int:
 def fitted(
     records: Sequence[Record], encoder: Encoder, settings: FinetuneSettings
 ) -> Split:
-    """Returns records as windows; `settings.long` says what is done with long ones.
+    """Packs records into windows; `settings.long` decides about too long records.
 
     Raises:
       ValueError: If a record is longer than a window and is refused, or has no token to
-        learn, or if no record is left. The message names the record.
+        learn, or if no record is left. The error names the record.
     """
     room = settings.seq_len + 1
     examples, questions, cut, skipped = [], [], 0, 0
@@ -126,9 +127,9 @@ def fitted(
 def _cut(record: Record, example: Example, room: int) -> list[Example]:
     """Returns the pieces of a long record that have tokens to learn.
 
-    A text continues in further pieces, each of which begins with the token before it.
-    A record with a question is only one piece, its first tokens, because an answer
-    needs its question.
+    A text without a prompt is cut into several pieces. Each begins with the last token
+    of the piece before it. Of other records only the first tokens are used, because an
+    answer needs its question.
     """
     is_text = isinstance(record, Passage) and not record.prompt
     starts = range(0, example.tokens.size - 1, room - 1) if is_text else [0]

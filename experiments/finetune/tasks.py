@@ -5,13 +5,13 @@ Four families stand for the benchmarks of the paper's table 4:
 | family      | benchmark   | a question asks for                                      |
 |-------------|-------------|----------------------------------------------------------|
 | expressions | Mathematics | the value of an expression                               |
-| stories     | SVAMP       | one step of arithmetic, told with a number too many      |
+| stories     | SVAMP       | one step of arithmetic, told with an irrelevant number   |
 | reading     | NumGLUE     | a missing number, the larger of two, a sum from a list   |
 | steps       | GSM8k       | two or three steps, which the answer shows before "####" |
 
 A problem's key holds its kind and numbers, in sorted order where they may change
 places, and neither names nor words. A hash of the key decides whether the problem is
-for training or for tests. No training, of whatever seed and size, therefore has a test
+for training or for tests. No training, whatever its seed and size, therefore has a test
 problem's numbers in the same kind of problem.
 """
 
@@ -27,7 +27,7 @@ Key = tuple[str | int, ...]
 _TEST_SHARE = 0.1
 _NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Ines", "Jack")
 _THINGS = ("apples", "books", "coins", "cards", "eggs", "keys", "pens", "stamps")
-_FRUITLESS = 10_000  # Problems in a row that are known or of the other part.
+_FRUITLESS = 10_000  # Draws without a new problem of the part before drawing ends.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Problem:
     """A question with its answer.
 
     Attributes:
-      family: The name of its family.
+      family: The name of the problem's family.
       question: The question.
       answer: The answer. The result follows "####" if steps come before it.
     """
@@ -46,23 +46,26 @@ class Problem:
 
 
 class _Draw:
-    """Random numbers, up to the largest, names and things for problems."""
+    """A source of random numbers up to `largest`, names and things for problems."""
 
     def __init__(self, rng: np.random.Generator, largest: int) -> None:
         self._rng = rng
         self.largest = largest
 
     def number(self, least: int = 1, most: int | None = None) -> int:
-        """Returns an integer from `least` to `most`, or to the largest number."""
+        """Returns a random integer from `least` to `most`, by default `self.largest`.
+
+        If `most` is below `least`, it returns `least`.
+        """
         most = self.largest if most is None else most
         return int(self._rng.integers(least, max(most, least) + 1))
 
     def factor(self) -> int:
-        """Returns a number that is small enough to multiply with."""
+        """Returns a random factor for a product, from 2 to at most 12."""
         return self.number(2, max(3, min(12, self.largest // 2)))
 
     def some(self, count: int, options: Sequence[str]) -> list[str]:
-        """Returns `count` of the `options`, all different."""
+        """Returns `count` different random items of `options`."""
         return [str(x) for x in self._rng.choice(options, count, replace=False)]
 
 
@@ -158,7 +161,7 @@ FAMILIES: dict[str, Callable[[_Draw], tuple[Key, str, str]]] = {
     "reading": _reading,
     "steps": _steps,
 }
-# The benchmark in the paper's table 4 for which a family stands.
+# The benchmark in the paper's table 4 for which each family stands.
 BENCHMARKS = {
     "expressions": "Mathematics",
     "stories": "SVAMP",
@@ -175,10 +178,10 @@ def problems(
     largest: int = 99,
     seed: int = 0,
 ) -> list[Problem]:
-    """Returns different problems of one part, of the families in turns.
+    """Returns different problems of one part, alternating between the families.
 
     Args:
-      split: The part: "train" or "test". No problem of one is in the other.
+      split: The part: "train" or "test". No problem is in both.
       count: The number of problems.
       families: The names of the families.
       largest: The largest number in a question, at least 4. Results may be larger.
@@ -220,7 +223,7 @@ def part_of(family: str, key: Key) -> Part:
 def _new(
     split: Part, family: str, draw: _Draw, earlier: dict[str, Problem]
 ) -> Problem | None:
-    """Returns a problem of `split` that is not known, or None after many draws."""
+    """Returns a problem of `split` that `earlier` lacks, or None after many draws."""
     for _ in range(_FRUITLESS):
         key, question, answer = FAMILIES[family](draw)
         if part_of(family, key) == split and question not in earlier:

@@ -1,4 +1,4 @@
-"""The training step of a fine-tuning: a loss of answers, a base, and adapters."""
+"""The training step of fine-tuning: the loss on answers, a base model, and adapters."""
 
 import dataclasses
 import math
@@ -24,10 +24,11 @@ from experiments.training.step import split
 from experiments.training.trainer import Trainer
 from pallas_kernels.rounding import stochastic_bfloat16
 
-# Returns a base with the recipe "bf16", in a dtype, on a mesh or the default device.
+# A function of a mesh, or None for the default device, and a dtype that returns a base
+# with the recipe "bf16".
 LoadModel = Callable[[Mesh | None, Any], llama.Llama]
 
-# These changes make a trained model one for a single device, without FP8.
+# These changes turn a model's config into one for a single device, without FP8.
 _PLAIN: dict[str, Any] = {
     "recipe": "bf16",
     "scaling": "just_in_time",
@@ -39,8 +40,8 @@ _PLAIN: dict[str, Any] = {
 class AnswerTrainer(Trainer):
     """A trainer on packed conversations, `PackedWindows`, that starts from a base.
 
-    All recipes round BF16 parameters in the same way. `optax.adamw` alone would round
-    them to nearest.
+    All recipes round BF16 parameters as `settings.rounding` says. `optax.adamw` by
+    itself would round to nearest.
 
     Args:
       config: Config of the model, with its recipe.
@@ -74,7 +75,7 @@ class AnswerTrainer(Trainer):
         seed = self._settings.seed if seed is None else seed
 
         def started(params: nnx.State) -> TrainState:
-            # Nothing of the random parameters is read, so none are drawn.
+            # The random parameters are not used, so XLA removes their computation.
             state = self._init(seed)
             return state._replace(params=params, opt_state=self._tx.init(params))
 
@@ -82,7 +83,7 @@ class AnswerTrainer(Trainer):
         return jax.jit(started, donate_argnums=0, out_shardings=placed)(params)
 
     def model(self, state: TrainState) -> llama.Llama:
-        """Returns the model that generates, without any recipe's FP8.
+        """Returns the model that generates answers, without any recipe's FP8.
 
         Models of all recipes then have one structure, so generation compiles once.
         """
@@ -90,7 +91,7 @@ class AnswerTrainer(Trainer):
         return nnx.merge(graph, self.replicated(state.params), self.constants)
 
     def replicated(self, params: nnx.State) -> nnx.State:
-        """Returns parameters that each of several processes has as a whole."""
+        """Returns `params`, replicated over devices if there are several processes."""
         if jax.process_count() == 1:
             return params
         return jax.jit(lambda x: x, out_shardings=meshes.whole(self.mesh))(params)
@@ -114,7 +115,7 @@ class AnswerTrainer(Trainer):
     def shares(
         self, batch: Int32[Array, "count batch 3 length+1"], count: int
     ) -> Float32[Array, " count"]:
-        """Returns the share of each microbatch in the answers of the batch."""
+        """Returns each microbatch's share of the answers' tokens in the batch."""
         answers = batch[:, :, 2, 1:].sum(axis=(1, 2)).astype(jnp.float32)
         return answers / jnp.maximum(answers.sum(), 1)
 
@@ -139,7 +140,7 @@ class AnswerTrainer(Trainer):
     def updated(
         self, state: TrainState, grads: nnx.State, histories: nnx.State
     ) -> TrainState:
-        """Returns the state after an update, with parameters rounded at random."""
+        """Returns the state after an update, rounded as the settings say."""
         if self._optimizer.fused or self._settings.rounding == "nearest":
             return super().updated(state, grads, histories)
         updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
@@ -151,25 +152,25 @@ class AnswerTrainer(Trainer):
         return TrainState(params, opt_state, state.seed, histories)
 
     def exported(self, state: TrainState) -> llama.Llama:
-        """Returns the trained model, for a folder of its own."""
+        """Returns the trained model with the recipe "bf16", to be saved."""
         plain = dataclasses.replace(self.config, **_PLAIN)
         return nnx.merge(structure(plain), state.params, self.constants)
 
 
 class AdapterTrainer(AnswerTrainer):
-    """A trainer of adapters over a base that is frozen, in FP8 for recipes with FP8.
+    """A trainer of LoRA adapters over a frozen base, which is FP8 in FP8 recipes.
 
     Args:
       config: Config of the model, with its recipe and the dtype of frozen weights.
       settings: Settings of the training, with the rank and the factor of adapters.
       steps: Length of the training, which sets the learning rate schedule.
       base: A function that returns the model to adapt.
-      mesh: The mesh that the training is spread over; None means the first device. It
-        splits the batch alone.
+      mesh: The mesh that the training is spread over; None means the first device. Only
+        its axis "data" may have more than one device.
 
     Raises:
-      ValueError: If the mesh splits more than the batch, or the recipe knows no
-        adapters.
+      ValueError: If another axis of the mesh has more than one device, or the recipe
+        does not support adapters.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class AdapterTrainer(AnswerTrainer):
         self._lora = settings
         self._frozen_dtype = config.param_dtype
         self._frozen_base = base
-        # Layers have a recipe of adapters, and what is around them is BF16.
+        # Layers get the recipe with their adapters; the rest of the model is BF16.
         config = dataclasses.replace(
             config, recipe="bf16", scaling="just_in_time", param_dtype=jnp.float32
         )
@@ -224,7 +225,7 @@ class AdapterTrainer(AnswerTrainer):
         return jax.device_put(constants, meshes.whole(self.mesh))
 
     def model(self, state: TrainState) -> llama.Llama:
-        """Returns the model that generates with sums of weights and adapters."""
+        """Returns the model that generates answers: frozen weights with adapters."""
         return self.merged(self.replicated(state.params), self.constants)
 
     @property
@@ -233,7 +234,7 @@ class AdapterTrainer(AnswerTrainer):
         return super().flops_per_token * 2 // 3
 
     def exported(self, state: TrainState) -> llama.Llama:
-        """Returns a model with the sums of weights and adapters, on the host."""
+        """Returns a model with the adapters merged into the weights, on the host."""
         host = jax.local_devices(backend="cpu")[0]
         with jax.default_device(host):
             arrays = jax.device_put((state.params, self.constants), host)

@@ -1,9 +1,9 @@
-"""Multiple-choice questions about unread text: which piece goes on?
+"""Multiple-choice questions about held-out text: which piece follows the context?
 
-A question is a context and four pieces of the document that it is from. One of them
-follows the context, the others stand elsewhere in the document. The answer is the piece
-that a model finds likeliest after the context. Such questions stand for the paper's
-tasks, which would have to be downloaded.
+A question consists of a context and four pieces of the same document. One piece follows
+the context, and the other pieces stand elsewhere in the document. A model's answer is
+the piece with the highest likelihood after the context. Such questions stand for the
+paper's tasks, which would have to be downloaded.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ class Questions(NamedTuple):
     """Multiple-choice questions.
 
     Attributes:
-      tokens: The context of each question, followed by each of its pieces.
-      right: The number of the piece that goes on.
+      tokens: The context of each question, followed by each of the pieces.
+      right: The index of the piece that follows the context in the document.
     """
 
     tokens: Int32[np.ndarray, "n choices length"]
@@ -32,7 +32,7 @@ class Questions(NamedTuple):
 
 
 class Scorer(Protocol):
-    """A model that says how likely the ends of sequences are."""
+    """A function that returns a model's log-likelihoods of the ends of sequences."""
 
     def __call__(
         self, tokens: Int32[np.ndarray, "b length"]
@@ -41,11 +41,11 @@ class Scorer(Protocol):
 
 
 def ask(documents: Sequence[Int[np.ndarray, " _"]], count: int) -> Questions:
-    """Draws questions about documents, the same ones each time.
+    """Draws questions about documents with a fixed seed.
 
     Raises:
-      ValueError: If no document is long enough for a context and four pieces, or if
-        pieces are mostly alike.
+      ValueError: If no document is long enough for a context and four pieces, or if too
+        few draws have four different pieces.
 
     Examples:
       >>> import numpy as np
@@ -78,7 +78,7 @@ def ask(documents: Sequence[Int[np.ndarray, " _"]], count: int) -> Questions:
 def _pieces(
     rng: np.random.Generator, document: Int[np.ndarray, " _"]
 ) -> Int[np.ndarray, "choices length"]:
-    """Returns a context with each of its pieces, the right one first."""
+    """Returns a context followed by each of four pieces, the right piece first."""
     start = rng.integers(document.size - CONTEXT - PIECE + 1)
     end = start + CONTEXT
     places = [end]

@@ -1,16 +1,16 @@
-"""Compares trained models on unread text: losses by kind of text, and questions.
+"""Compares trained models on held-out text: losses by kind of text, and questions.
 
     uv run python -m experiments.pretrain --preset 300m --recipes bf16 --out runs/bf16
     uv run python -m experiments.pretrain --preset 300m --recipes coat --out runs/coat
     uv run python -m experiments.pretrain.compare runs/bf16 runs/coat
 
-The runs are finished ones of one preset, on the bytes of the same text. Each model's
-loss is measured on validation text and on texts of other kinds, with its own forward
-pass and with the same weights in BF16, and it answers multiple-choice questions about
-them. What was measured stays in the run's folder, so that the same command measures
-only what it lacks. Recipes are compared with `bf16` of the same seed, question by
-question. With --losses nothing is measured: the losses of the runs' own summaries are
-compared, and the loads of experts.
+The runs must be finished, and have the same preset and the bytes of the same text. Each
+model's loss is measured on validation text and on texts of other kinds, with the
+recipe's forward pass and with the same weights in BF16. Each model also answers
+multiple-choice questions about these texts. Measurements are stored in the run's
+folder, so that the same command measures only what is missing. Recipes are compared
+with `bf16` of the same seed, question by question. With --losses nothing is measured:
+the losses of the runs' own summaries are compared, and the loads of experts.
 """
 
 import sys
@@ -59,7 +59,7 @@ _TARGETS = {
 
 
 class _Exam(NamedTuple):
-    """The texts to measure the loss of and the questions of a run, by kind of text."""
+    """A run's batches to measure losses on, and questions, both by kind of text."""
 
     batches: dict[str, list[Int32[np.ndarray, "batch length+1"]]]
     questions: dict[str, choices.Questions]
@@ -110,13 +110,13 @@ def compared(folders: Sequence[Path], *, measures: bool = True) -> dict[str, Any
 
     Args:
       folders: The runs' folders.
-      measures: Whether losses of texts and answers are entries, too. What was not
-        measured yet is measured now.
+      measures: Whether the entries include losses of texts and answers. Measurements
+        that no run's folder has are made now.
 
     Raises:
-      ValueError: If a run is not finished or damaged, is not on bytes, differs from the
-        first in its preset, steps or data, trains what another does, or comes twice, or
-        if its data have changed.
+      ValueError: If a run is unfinished or damaged, is not on bytes, differs from the
+        first run in its preset, steps or data, has a recipe and seed of another run, is
+        given twice, or if its data have changed.
     """
     if twice := [x for n, x in enumerate(folders) if x in folders[:n]]:
         raise ValueError(f"{twice[0]} is given twice")
@@ -152,7 +152,7 @@ def compared(folders: Sequence[Path], *, measures: bool = True) -> dict[str, Any
             ]
     plain = {row["seed"]: row["val_loss"] for row in rows if row["recipe"] == "bf16"}
     for row in rows:
-        # A run's own gap is to its first recipe.
+        # The gap in a run's summary is to the run's first recipe.
         del row["val_gap_percent"]
         if loss := plain.get(row["seed"]):
             row["val_gap_percent"] = 100 * (row["val_loss"] / loss - 1)
@@ -177,7 +177,7 @@ def _finished(folder: Path) -> tuple[dict[str, Any], Run]:
 
 
 def _loads(metrics: Sequence[Row]) -> dict[str, float]:
-    """Returns the means of the experts' loads over steps; none without experts."""
+    """Returns the means of the experts' loads over steps; empty without experts."""
     keys = [k for k in ("largest_load", "smallest_load") if k in metrics[0]]
     return {key: float(np.mean([row[key] for row in metrics])) for key in keys}
 
@@ -189,7 +189,7 @@ def _measured(run: Run) -> dict[Recipe, Row]:
     """
     path = run.folder / _MEASURED
     examined = read_json(path) if path.exists() else {"steps": run.steps, "recipes": {}}
-    if examined["steps"] != run.steps:  # The run has gone on since.
+    if examined["steps"] != run.steps:  # The run was extended since then.
         examined = {"steps": run.steps, "recipes": {}}
     missing = [r for r in run.settings.recipes if r not in examined["recipes"]]
     if missing:
@@ -204,7 +204,7 @@ def _measured(run: Run) -> dict[Recipe, Row]:
 
 
 def _exam(run: Run, corpus: data.Corpus, inputs: Inputs) -> _Exam:
-    """Returns the texts and questions of a run, without those that it has read."""
+    """Returns a run's batches and questions, without documents of its training text."""
     unread, trained_on = (
         [piece for tokens in split for piece in text.split_bytes(tokens)]
         for split in (corpus.validation, corpus.train)
@@ -224,7 +224,7 @@ def _exam(run: Run, corpus: data.Corpus, inputs: Inputs) -> _Exam:
 
 
 def _examined(run: Run, recipe: Recipe, inputs: Inputs, exam: _Exam) -> Row:
-    """Measures the last checkpoint of a recipe."""
+    """Returns the losses and answers of a recipe's last checkpoint."""
     trainer = inputs.trainer(run.settings, recipe, run.schedule_steps or 0)
     with run.checkpoints(recipe) as checkpoints:
         if (last := checkpoints.progress().step) != run.steps:
@@ -247,8 +247,8 @@ def _examined(run: Run, recipe: Recipe, inputs: Inputs, exam: _Exam) -> Row:
 def tasks(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Returns accuracies by recipe and kind of text, with differences to `bf16`.
 
-    An answer counts as the mean over the seeds that all recipes have. Intervals are 95%
-    over questions. Differences are between answers to the same questions.
+    Answers to a question are averaged over the seeds that all recipes have. Intervals
+    are 95% over questions. Differences are between answers to the same questions.
 
     Args:
       rows: Rows with "recipe", "seed", "text" and "right", a string of 0 and 1.

@@ -36,7 +36,7 @@ class _Final(NamedTuple):
     held_out: float
 
     def cells(self, bf16: "_Final") -> list[str]:
-        """Returns the loss and both perplexities, each with its gap to `bf16`."""
+        """Returns the loss and two perplexities, each with its gap to `bf16`."""
         here, theirs = ((x.loss, math.exp(x.loss), x.held_out) for x in (self, bf16))
         return [
             cell
@@ -75,7 +75,7 @@ def table_3(results: Mapping[str, Any]) -> Table:
 
 
 def accuracies() -> Table:
-    """Returns the paper's accuracies of tasks, none of which is measured here."""
+    """Returns a table of the paper's accuracies; such tasks are not measured here."""
     table = new_table("The paper's accuracies", "", "", *TASK_COLUMNS)
     for model, rows in _PAPER.items():
         for recipe, values in rows.items():
@@ -100,7 +100,7 @@ def days(results: Mapping[str, Any]) -> Table:
 
 
 def gaps(rows: Iterable[Row], key: str) -> dict[str, list[float]]:
-    """Returns by how many percent losses exceed `bf16`'s of the same seed.
+    """Returns by how many percent losses exceed `bf16`'s with the same seed.
 
     Args:
       rows: The rows of a results file of `experiments.pretrain.compare`.
@@ -120,7 +120,7 @@ def gaps(rows: Iterable[Row], key: str) -> dict[str, list[float]]:
 
 
 def seeds(rows: Sequence[Row]) -> Table:
-    """Returns a table of gaps to `bf16` of the same seed, with 95% intervals."""
+    """Returns a table of gaps to `bf16` with the same seed, with 95% intervals."""
     losses = {"training loss": "train_loss", "validation loss": "val_loss"}
     by_loss = {name: gaps(rows, key) for name, key in losses.items()}
     title = "Loss above bf16's of the same seed, percent, and 95% intervals"
@@ -136,7 +136,10 @@ def seeds(rows: Sequence[Row]) -> Table:
 
 
 def interval(values: Sequence[float]) -> str:
-    """Returns the mean and half of its 95% interval; one value has no interval."""
+    """Returns a text: the mean, and the half-width of its 95% interval over values.
+
+    A single value has no interval.
+    """
     mean, half = _mean_and_half(values)
     return f"{mean:+.2f}" if half is None else f"{mean:+.2f} ± {half:.2f}"
 
@@ -148,7 +151,7 @@ def _mean_and_half(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def draw_gaps(rows: Sequence[Row]) -> Figure:
-    """Draws gaps of the training loss by recipe and seed, and the paper's."""
+    """Draws each recipe's gaps in training loss to `bf16`, and the paper's gaps."""
     drawn = Figure(figsize=(8, 3.4), layout="constrained", dpi=150)
     axes = drawn.subplots()
     by_recipe = gaps(rows, "train_loss")
@@ -179,8 +182,8 @@ def draw_gaps(rows: Sequence[Row]) -> Figure:
 def texts(rows: Sequence[Row]) -> Table:
     """Returns a table of perplexities by kind of text, next to the paper's.
 
-    Gaps are to `bf16` with the same seed, with 95% intervals over seeds. There is one
-    for a recipe's own forward pass, and one for its weights where all matmuls are BF16.
+    Gaps are to `bf16` with the same seed, with 95% intervals over seeds. One gap is for
+    the recipe's own forward pass, the other for its weights with all matmuls in BF16.
 
     Args:
       rows: Rows with "recipe", "seed", "text", "loss" and "loss_in_bf16".

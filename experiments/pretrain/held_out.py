@@ -1,7 +1,7 @@
-"""Texts that no training read, of other kinds than the text that it read.
+"""Held-out texts of other kinds than the training text.
 
-The paper validates on three sets of text, of which no download is at hand. These come
-with the packages that every machine with this project has.
+The paper validates on three sets of text that would have to be downloaded. The texts
+here are a part of installed packages.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ KINDS: dict[str, Callable[[], Iterator[bytes]]] = {
 
 
 def documents(trained_on: Iterable[bytes] = ()) -> dict[str, list[bytes]]:
-    """Returns the documents of each kind that are not among those that were read."""
+    """Returns the documents of each kind that are not in `trained_on`."""
     excluded = set(trained_on)
     return {
         kind: [each for each in texts() if each not in excluded]
@@ -54,7 +54,7 @@ def documents(trained_on: Iterable[bytes] = ()) -> dict[str, list[bytes]]:
 def batches(
     by_kind: Mapping[str, Sequence[bytes]], settings: Settings
 ) -> dict[str, list[Int32[np.ndarray, "batch length+1"]]]:
-    """Returns batches of each kind of text, as many as settings say, or fewer.
+    """Returns `settings.eval_batches` batches of each kind of text, or fewer.
 
     Args:
       by_kind: What `documents` returns.

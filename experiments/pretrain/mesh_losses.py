@@ -4,8 +4,8 @@
     uv run python -m experiments.pretrain.mesh_losses
 
 Each training has the same initialization and the same batches. `bf16` is computed in
-float32, where only the order of sums differs. In the FP8 of `coat` that order also
-moves codes. Two microbatches on one device are one more order, for comparison.
+float32, where only the order of sums differs. In the FP8 of `coat`, the order of sums
+also changes codes. Two microbatches on one device are another order, for comparison.
 """
 
 import dataclasses
@@ -36,11 +36,11 @@ Row = dict[str, Any]
 MESHES = ("data=8", "fsdp=8", "tensor=8", "data=2,fsdp=2,tensor=2")
 ALONE, _HALVES = "fsdp=1", "fsdp=1, 2 microbatches"
 _DTYPES: dict[Recipe, Any] = {"bf16": jnp.float32, "coat": jnp.bfloat16}
-EARLY = 20  # Steps before the differences of one order grow through training.
+EARLY = 20  # Steps before training amplifies the differences between orders.
 
 
 class Curve(typing.NamedTuple):
-    """A training on one mesh.
+    """The losses of a training on one mesh.
 
     Attributes:
       losses: The loss of each step.
@@ -101,7 +101,7 @@ def train(
 
 
 def summarize(recipe: Recipe, curves: dict[str, Curve]) -> list[Row]:
-    """Returns the differences of each training to the one on one device."""
+    """Returns the differences of each training to the training on one device."""
     alone, rows = curves[ALONE], []
     for mesh, curve in curves.items():
         gaps = np.abs(curve.losses / alone.losses - 1)
@@ -135,7 +135,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 
 
 def plot(curves: dict[Recipe, dict[str, Curve]], path: Path) -> None:
-    """Draws the curves over one another, and their differences to one device."""
+    """Draws the loss curves, above their differences to one device."""
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     axes = figure.subplots(2, len(curves), sharex=True, sharey="row", squeeze=False)
     for (recipe, by_mesh), (losses, gaps) in zip(curves.items(), axes.T, strict=True):

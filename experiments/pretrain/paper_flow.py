@@ -1,12 +1,13 @@
-"""The paper's own flow as a recipe, computed with rounded numbers.
+"""The paper's own FP8 flow as a recipe, computed in float32 from rounded numbers.
 
 The recipe `coat` differs from the paper in its details: it has one scale per token
 where the paper has one per tensor, and it rounds moments stochastically. It stores the
-first moment divided by the root of the second, and the second one in UE4M4. This recipe
-has what the paper has (sections 4 and 5): matmuls of tensors with one scale, E4M3
-forward and E5M2 for gradients; inputs of norms and gates saved in E4M3, in groups of
-16; and both moments in E4M3 after the range expansion, in groups of 128, rounded to
-nearest. Codes are multiplied in float32, so that it is slow, and for comparisons.
+first moment divided by the root of the second moment, and the second moment in UE4M4.
+This recipe has what the paper has (sections 4 and 5): matmuls of tensors with one
+scale, E4M3 forward and E5M2 for gradients; inputs of norms and gates saved in E4M3, in
+groups of 16; and both moments in E4M3 after dynamic range expansion, in groups of 128,
+rounded to nearest. Codes are multiplied in float32, so the recipe is slow, and serves
+only for comparisons.
 """
 
 import contextlib
@@ -77,7 +78,7 @@ RECIPE = PlainRecipe(
 
 @contextlib.contextmanager
 def known() -> Iterator[str]:
-    """Makes the flow a recipe of models while the context lasts; yields its name.
+    """Adds the flow to `RECIPES` within the context; yields the flow's name.
 
     Examples:
       >>> with known() as name:

@@ -3,15 +3,15 @@
     uv run python -m experiments.pretrain
 
 The command trains a small byte-level model twice on the source of Python's standard
-library: in BF16 with float32 moments (`bf16`), and with COAT's FP8 (`coat`). Both start
-from one initialization and read the data in one order. `--help` lists the recipes,
-presets and other flags. The run's folder holds metrics.jsonl, summary.json, loss.png
-and checkpoints. For recipes with FP8 moments it also holds moments.jsonl and
-moments.png, the statistics of these moments; with --health-every also health.jsonl
-and health.png. `--mesh` and `--processes` spread it over devices and hosts. Ctrl-C
-saves a checkpoint, and `--resume` continues from it with the same results as an
-uninterrupted run. A resumed run may train longer (`--steps`), and `--bad-step` says
-what follows a NaN.
+library: in BF16 with float32 moments (`bf16`), and with COAT's FP8 (`coat`). Both
+trainings start from one initialization and read the data in one order. `--help` lists
+the recipes, presets and other flags. The run's folder holds metrics.jsonl,
+summary.json, loss.png and checkpoints. For recipes with FP8 moments it also holds
+moments.jsonl and moments.png, the statistics of these moments; with --health-every
+also health.jsonl and health.png. `--mesh` and `--processes` spread the trainings over
+devices and hosts. Ctrl-C saves a checkpoint, and `--resume` continues from it with the
+same results as an uninterrupted run. A resumed run may train longer (`--steps`), and
+`--bad-step` says what follows a NaN.
 """
 
 import sys
@@ -40,12 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_program(argv: Sequence[str] | None, stop: Interrupts) -> int:
-    """Does what `main` does, and ends as `stop` says."""
+    """Runs the command line `argv` until `stop` has a signal; returns an exit code."""
     return run_job(PRETRAINING, argv, stop)
 
 
 def write_report(run: Run, inputs: Inputs) -> Table:
-    """Writes summary.json and the plots of a finished run; returns its table."""
+    """Writes summary.json and the plots of a finished run; returns a summary table."""
     return report.table(processes.on_main(lambda: _reported(run, inputs)))
 
 

@@ -1,6 +1,7 @@
 """Small trainings in this process, with several seeds and several kinds of text.
 
-They take a minute and leave no files. `experiments.pretrain` is for longer ones.
+The trainings take a minute and leave no files. `experiments.pretrain` is for longer
+trainings.
 """
 
 import dataclasses
@@ -29,14 +30,14 @@ SETTINGS = dataclasses.replace(
     eval_every=60,
     eval_batches=16,
 )
-VALIDATION = "standard library"  # Files of it that no training read.
+VALIDATION = "standard library"  # Its validation files.
 
 
 class Trainings(NamedTuple):
     """Measurements of trainings with several recipes and seeds.
 
     Attributes:
-      settings: The settings. Their seed is not used.
+      settings: The settings; `settings.seed` is not used.
       metrics: A row for each recipe, seed and step.
       texts: The last loss by recipe, seed and kind of text, in nats a byte, and the
         loss of the same weights in BF16.
@@ -52,8 +53,8 @@ def train(
 ) -> Trainings:
     """Trains with each recipe and seed on bytes, and validates on all kinds of text.
 
-    A seed decides the initialization and the order of the data. Both are shared by the
-    recipes.
+    A seed decides the initialization and the order of the data. Trainings with the same
+    seed share both.
     """
     inputs = program.select_inputs(data.load_corpus(), settings)
     texts = {VALIDATION: inputs.validation} | held_out.batches(
@@ -77,7 +78,7 @@ def train(
 def _trained(
     trainer: Trainer, inputs: Inputs, settings: Settings, seed: int
 ) -> tuple[TrainState, list[Row]]:
-    """Trains once; returns the last state, and a row for each step."""
+    """Runs one training; returns the last state, and a row for each step."""
     seeded = dataclasses.replace(settings, seed=seed)
     state, batches = trainer.init(seed), train_batches(inputs, seeded)
     rows = []

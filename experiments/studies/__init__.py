@@ -1,1 +1,1 @@
-"""Questions that a training answers: curves of optimizers, errors of trained models."""
+"""Studies with trainings: curves of optimizers, and errors in trained models."""

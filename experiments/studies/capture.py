@@ -1,4 +1,4 @@
-"""Captures Adam's moments and gradients while the main job's model trains."""
+"""Captures Adam's moments and gradients during trainings of `experiments.pretrain`."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -17,15 +17,15 @@ from experiments.training.state import TrainState
 def capture(
     settings: Settings, *, at: Sequence[int], window: int, groups: int, sample: int
 ) -> Capture:
-    """Trains with the `bf16` recipe and float32 moments, and captures samples of them.
+    """Trains with the recipe `bf16`, and captures float32 moments and gradients.
 
     Args:
-      settings: Settings of the main job.
+      settings: Settings of `experiments.pretrain`.
       at: The steps, counted from 1, after which moments are captured.
       window: Number of gradients to capture. They follow the latest step of `at` that
         leaves `window` steps in the run.
-      groups: Largest number of groups of which moments are captured.
-      sample: Largest number of groups of which gradients are captured.
+      groups: Largest number of groups with captured moments.
+      sample: Largest number of groups with captured gradients.
 
     Raises:
       ValueError: If a number is not positive, a step is outside the run, or no step of
@@ -78,11 +78,11 @@ def window_start(steps: int, at: Sequence[int], window: int) -> int:
 
 
 def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
-    """Trains with the `bf16` recipe; yields the initial state, then each step's.
+    """Trains with the recipe `bf16`; yields the initial state and each step's state.
 
     Yields:
-      A state and the loss of the step that led to it, NaN for the initial state. Asking
-      for the next state donates the current one.
+      A state, and the loss of the step that computed the state, or NaN for the initial
+      state. Asking for the next state donates the current one.
     """
     trainer, _, inputs = trainer_and_inputs(settings, "bf16")
     state, loss = trainer.init(), float("nan")
@@ -95,10 +95,10 @@ def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
 
 
 def _gradient(previous: np.ndarray, after: np.ndarray, b1: float) -> np.ndarray:
-    """Computes g = (after - b1 before) / (1 - b1) from two consecutive first moments.
+    """Computes (after - b1 previous) / (1 - b1) from two consecutive first moments.
 
-    This is the gradient that the optimizer saw, after clipping, up to the rounding of
-    the moments.
+    The result is the gradient that the optimizer received, after clipping, up to the
+    rounding of the moments.
     """
     gradient = (after.astype(np.float64) - b1 * previous.astype(np.float64)) / (1 - b1)
     return gradient.astype(np.float32)

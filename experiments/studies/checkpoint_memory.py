@@ -3,10 +3,10 @@
     uv run --extra cuda13 python -m experiments.studies.checkpoint_memory
 
 The command writes a checkpoint of the shape of Llama-3-8B in BF16, 16 GB of random
-bits, to a temporary folder. It reads the file as it is, then loads it twice, each time
-in a new process and after Linux has dropped the file from its cache; a last load finds
-it there. On a GPU the host's memory grows by what the loader holds; on a CPU the model
-itself is in it. It reads Linux's counters.
+bits, to a temporary folder. It reads the file's bytes, then loads the checkpoint twice,
+each time in a new process and after Linux has dropped the file from its cache. A last
+load finds the file in the cache. On a GPU the host's memory grows by the loader's
+buffers alone; on a CPU also by the model. Memory is read from Linux's counters.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _FILE = "model.safetensors"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
     args = parser().parse_args(argv)
-    take_memory(at_once=False)  # This process leaves it to those that load.
+    take_memory(at_once=False)  # The processes that load need the device's memory.
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         folder = Path(scratch)
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def write(folder: Path, config: llama.LlamaConfig) -> tuple[int, int]:
-    """Writes random bits; returns the bytes of all tensors and of the largest."""
+    """Writes a random checkpoint; returns the bytes of all tensors and the largest."""
     everything = layout.parameters(config)
     kinds = {
         parameter.name(tensor, layer): (_BF16, shape)
@@ -97,7 +97,7 @@ def write(folder: Path, config: llama.LlamaConfig) -> tuple[int, int]:
 
 
 def _alone(case: str, file: Path) -> dict[str, Any]:
-    """Measures a case in a new process, where no earlier one has taken memory."""
+    """Measures a case in a new process, so that no earlier case has taken memory."""
     if case != "load from the cache":
         drop_from_cache(file)
     spawn = multiprocessing.get_context("spawn")
@@ -137,7 +137,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Returns the targets: memory for a large tensor, and the rate of the disk."""
+    """Returns the targets for host memory and the rate of loading; none on a CPU."""
     loads = [row for row in rows if row["case"] == "load"]
     if not loads or jax.default_backend() != "gpu":
         return []
@@ -153,7 +153,7 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 
 
 def _memory_gib(field: str) -> float:
-    """Returns the memory of this process now (VmRSS) or at most so far (VmHWM)."""
+    """Returns this process's memory in GiB: now (VmRSS), or the peak (VmHWM)."""
     status = Path("/proc/self/status").read_text().splitlines()
     kib = next(line.split()[1] for line in status if line.startswith(field))
     return int(kib) / 2**20

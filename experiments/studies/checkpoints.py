@@ -3,10 +3,11 @@
     uv run python -m experiments.studies.checkpoints FOLDER
 
 The text is the documentation in Python's standard library (`pydoc_data.topics`), in
-windows of 1,024 tokens, of which all but the first are predicted. Each window begins
-with the tokens that the tokenizer puts before a text. The command compares the forward
-passes of recipes, and the model after it was saved in FP8 and loaded again,
-with float32. `--reference` is the perplexity of another implementation on these tokens.
+windows of 1,024 tokens. All tokens of a window but the first are predicted. Each window
+begins with the tokens that the tokenizer puts before a text. The command compares two
+things with float32: the forward passes of recipes, and the model after it was saved in
+FP8 and loaded again. `--reference` is the perplexity of another implementation on these
+tokens.
 """
 
 import argparse
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 def measured(
     folder: Path, count: int, cases: Sequence[str] = (*CASES, *SAVED)
 ) -> list[dict[str, Any]]:
-    """Measures cases on `count` tokens, and returns their rows, "float32" always first.
+    """Measures "float32" and `cases` on `count` tokens; returns one row per case.
 
     Raises:
       ValueError: If there are too few tokens for a window.
@@ -111,10 +112,10 @@ def _row(
 
 
 def text_windows(folder: Path, count: int) -> Int32[np.ndarray, "windows length"]:
-    """Returns the first `count` tokens of the text, as far as they fill windows.
+    """Returns up to `count` tokens from the start of the text, in whole windows.
 
-    Each window begins with the tokens that the tokenizer puts before a text: a model
-    such as Gemma has learned to read none without.
+    Each window begins with the tokens that the tokenizer puts before a text, because
+    models such as Gemma have not learned to read texts without these.
     """
     text = "\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
     tokenizer = hf.load_tokenizer(folder)
@@ -145,7 +146,10 @@ def mean_loss(
 
 
 def bars(rows: Sequence[dict[str, Any]], reference: float | None) -> list[Bar]:
-    """Returns the targets: float32 within 0.1% of the reference, `coat` within 1.5%."""
+    """Returns the targets: float32 within 0.1% of the reference, others within 1.5%.
+
+    The targets of the other cases are relative to float32.
+    """
     found = {row["case"]: row["perplexity"] for row in rows}
     exact = found.pop("float32")
     checked = [

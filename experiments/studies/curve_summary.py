@@ -53,8 +53,8 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns each optimizer's last validation loss and its difference to `beside`.
 
     `percent` is the mean difference over the mean loss of `beside`. `most_percent` is
-    the upper end of its 95% interval by Student's t distribution, or None for a single
-    seed.
+    the upper end of the 95% interval of `percent` by Student's t distribution, or None
+    for a single seed.
     """
     by_optimizer, reference_of, summary = losses(rows), compared_with(rows), []
     for name, curves in by_optimizer.items():
@@ -110,10 +110,11 @@ def table(summary: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def figure(rows: Sequence[dict[str, Any]], title: str) -> Figure:
-    """Draws validation losses above and differences to the compared optimizer below.
+    """Draws the validation losses of optimizers, above differences to `beside`.
 
-    Lines are means over seeds. Bands reach one standard error to either side. If the
-    optimizers have several counterparts, each is dashed, in its counterpart's colour.
+    Lines are means over seeds. Bands reach one standard error to either side. If rows
+    name several optimizers as `beside`, these are solid, and optimizers that are
+    compared with them are dashed in the same color.
     """
     by_optimizer, reference_of = losses(rows), compared_with(rows)
     steps = sorted({row["step"] for row in rows})

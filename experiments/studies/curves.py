@@ -2,12 +2,12 @@
 
     uv run python -m experiments.studies.curves
 
-The command trains the main job's model in its `bf16` recipe with several optimizers:
-`optax.adamw` and `coat.fp8_adamw` with float32 parameters, COAT's scheme as it was
-published, an earlier form of `coat.fp8_adamw`, and both optimizers with BF16
-parameters, rounded to nearest or (only `coat.fp8_adamw`) stochastically. For each of
-several seeds, all trainings start from one initialization and read the data in one
-order. Results are written after every training. Call the command again after an
+The command trains the model of `experiments.pretrain` with the recipe `bf16` and
+several optimizers: `optax.adamw` and `coat.fp8_adamw` with float32 parameters, COAT's
+scheme as it was published, an earlier form of `coat.fp8_adamw`, and both optimizers
+with BF16 parameters, rounded to nearest or (only `coat.fp8_adamw`) stochastically. For
+each of several seeds, all trainings start from one initialization and read the data in
+one order. Results are written after every training. Call the command again after an
 interruption, or with more seeds, and it runs only the missing trainings.
 """
 
@@ -44,7 +44,8 @@ Row = dict[str, Any]
 # be continued with other values of these.
 _NOT_SHARED = ("recipes", "param_dtype", "rounding", "seed", "data", "minutes")
 _NOT_SHARED += ("save_every", "keep")
-# Files without one of these settings are older than it, and had its default.
+# Results files that lack one of these settings are older than the setting, and have its
+# default.
 _DEFAULTS = {
     field.name: field.default
     for field in dataclasses.fields(Settings)
@@ -61,7 +62,7 @@ class Variant:
       optimizer: The optimizer.
       param_dtype: Dtype in which parameters are stored.
       rounding: Rounding of BF16 parameters by `coat.fp8_adamw`.
-      beside: Name of the variant that this one is compared with; None means the first.
+      beside: Name of the variant to compare with; None means the first variant.
     """
 
     name: str
@@ -174,7 +175,7 @@ def chosen(names: str | None, variants: Sequence[Variant]) -> tuple[Variant, ...
     """Returns the variants named in `names`, separated by semicolons; None means all.
 
     Raises:
-      ValueError: If no variant has one of the names.
+      ValueError: If a name is not the name of a variant.
     """
     by_name = {variant.name: variant for variant in variants}
     requested = list(by_name) if names is None else names.split(";")
@@ -187,7 +188,7 @@ def chosen(names: str | None, variants: Sequence[Variant]) -> tuple[Variant, ...
 
 
 def parser(program: str, doc: str) -> argparse.ArgumentParser:
-    """Returns a parser of the training, its seeds, its variants and its results."""
+    """Returns a parser with flags for trainings, seeds, variants and the results."""
     top = arguments.training_parser(program, doc)
     add = top.add_argument_group("how often, and where").add_argument
     add("--seed", type=int, help="first seed (0)")
@@ -201,7 +202,7 @@ class Curves:
     """A results file with training curves, and the trainings that it lacks.
 
     Attributes:
-      rows: One row per validation. It holds the variant, the seed, the step, the mean
+      rows: One row per validation, with the variant, the seed, the step, the mean
         training loss since the previous validation, and the validation loss.
     """
 

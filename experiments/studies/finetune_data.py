@@ -4,9 +4,9 @@ r"""Real data for a fine-tuning of a chat model: word problems and dialogues.
         python -m experiments.studies.finetune_data FOLDER
 
 The folder gets train.jsonl and test.jsonl. Word problems come from reasoning-gym
-("gsm_symbolic", like GSM8K, Apache-2.0) and generated ones of
-`experiments.finetune.tasks`. Dialogues are the English ones of chatterbot-corpus (BSD).
-Packages have no data that was downloaded for them. No question is in both files.
+("gsm_symbolic", like GSM8K, Apache-2.0) and from `experiments.finetune.tasks`.
+Dialogues are the English dialogues of chatterbot-corpus (BSD). The packages download no
+data. No question is in both files.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _TEST_SHARE = 0.1
 
 
 def records() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the records to train on and to test.
+    """Returns the records to train on, and the records to test on.
 
     Raises:
       ImportError: If a package is missing.
@@ -48,7 +48,7 @@ def _is_test(question: str) -> bool:
 
 
 def _symbolic(count: int) -> Iterator[dict[str, Any]]:
-    """Yields different word problems, of which the answer is a number."""
+    """Yields different word problems that have a number as their answer."""
     reasoning_gym = importlib.import_module("reasoning_gym")
     questions = set()
     for entry in reasoning_gym.create_dataset(PROBLEMS, size=count, seed=0):

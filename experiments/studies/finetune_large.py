@@ -4,10 +4,10 @@
 
 Each training is a process of `experiments.finetune`: every parameter in `coat` with the
 optimizer inside backward, stopped half way as by Ctrl-C and then resumed; and adapters
-over FP8 (`coat`, `coat_max`) and over BF16 (`bf16`). The same command goes on where an
-earlier one ended. Several processes may share the folder of runs, each with other
-`--trainings`; `--join` then trains nothing, and takes the trainings that are done. A
-preset that is smaller makes it a test of the program on a CPU.
+over FP8 (`coat`, `coat_max`) and over BF16 (`bf16`). The same command continues where
+an earlier one ended. Several processes may share the folder of runs, each with other
+`--trainings`; `--join` then trains nothing, and joins the trainings that are done. A
+smaller preset tests the program on a CPU.
 """
 
 import signal
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(folder: Path, flags: Sequence[str], steps: int) -> None:
-    """Trains, or goes on where an earlier process ended.
+    """Runs a training, or continues it where an earlier process ended.
 
     Raises:
       RuntimeError: If a process fails, or ends before it is interrupted.
@@ -127,7 +127,7 @@ def _is_trained(folder: Path, steps: int) -> bool:
 
 
 def _measured(folder: Path) -> dict[str, Any]:
-    """Returns what a training took, which is known before its answers are."""
+    """Returns a training's memory, speed and losses, which need no summary.json."""
     run = FinetuneRun.open(folder, {})
     (measured,) = recipe_summaries(run).values()
     names = ("parameters", "step_bytes", "device_peak_bytes", "tokens_per_s")

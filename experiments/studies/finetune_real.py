@@ -4,13 +4,13 @@
 
 `experiments.finetune.smollm2` makes the model's folder, and
 `experiments.studies.finetune_data` the data's. Each seed of a recipe is a run of
-`experiments.finetune` in a folder of its own, and the same command goes on where an
+`experiments.finetune` in a folder of its own, and the same command continues where an
 earlier one ended. Several processes may share the folder of runs, each with other
-`--recipes`; `--join` then trains nothing, and takes the seeds that all recipes have.
+`--recipes`; `--join` then trains nothing, and joins the seeds that all recipes have.
 
-Word problems are asked before and after, and a checker compares the last number.
-Dialogues count in losses alone. Hidden size 576 takes few of the kernels, so that the
-results are of quality and not of speed.
+Models answer word problems before and after the training, and a checker compares the
+last number. Dialogues count in losses alone. Few kernels support the hidden size 576,
+so the results are about quality and not about speed.
 """
 
 import sys
@@ -32,7 +32,7 @@ _FLAGS = ["--checker", "number", "--lr", "5e-5", "--steps", "600", "--batch-size
 _FLAGS += ["--seq-len", "512", "--eval-every", "200", "--save-every", "600"]
 _FLAGS += ["--keep", "1", "--long", "skip", "--eval-questions", "0"]
 _LOSS_PERCENT, _POINTS = 1.0, 2.0
-_SEEDS, _QUESTIONS = 3, 300  # Fewer decide nothing.
+_SEEDS, _QUESTIONS = 3, 300  # There are no bars for fewer.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(runs: Mapping[int, Sequence[Path]], flags: Sequence[str]) -> int:
-    """Trains what is not finished; returns an exit code."""
+    """Runs the trainings that are not finished; returns an exit code."""
     for seed, folders in runs.items():
         for folder in folders:
             recipe = folder.parent.name
@@ -118,7 +118,7 @@ def summarized(runs: Mapping[int, Sequence[Path]]) -> dict[str, Any]:
 
 
 def _answers(folders: Sequence[Path]) -> compare.Answers:
-    """Returns the answers of a seed's runs, and those before the first of them."""
+    """Returns a seed's answers by recipe; "before" comes from the first run."""
     answers: compare.Answers = {}
     for folder in folders:
         for name, of_model in compare.answers_of(folder).items():
@@ -134,7 +134,7 @@ def problems_of(hits: compare.Hits) -> compare.Hits:
 
 
 def _losses(runs: Mapping[int, Sequence[Path]]) -> list[dict[str, Any]]:
-    """Returns the losses of each recipe and seed, and its perplexity."""
+    """Returns the losses and perplexities of each recipe and seed."""
     rows = []
     for seed, folders in runs.items():
         for folder in folders:

@@ -2,12 +2,12 @@
 
     uv run python -m experiments.studies.gradient_error
 
-The command trains the main job's model and computes gradients of batches that it has
-not seen: in float32, and with each recipe from the same float32 parameters. An error is
-the root mean square of the difference over the root mean square of the float32
-gradient. The column "batch to batch" shows the distance of a single batch's gradient
-from the mean over batches, a noise that training tolerates anyway. The paper has no
-such table; its figures 5 to 7 show that losses agree.
+The command trains the model of `experiments.pretrain` and computes gradients of batches
+that the model has not seen: in float32, and with each recipe from the same float32
+parameters. An error is the root mean square of the difference over the root mean square
+of the float32 gradient. The column "batch to batch" shows the distance of a single
+batch's gradient from the mean over batches, a noise that training tolerates anyway. The
+paper has no such table; its figures 5 to 7 show that losses agree.
 """
 
 import sys
@@ -114,15 +114,15 @@ def _gradients(model: Trained, recipe: Recipe, dtype: DTypeLike) -> Callable:
 class _Sums:
     """Sums over batches of four scalar products of gradients.
 
-    With a recipe's gradient g and float32's gradient r they are |g - r|^2, g . r, |g|^2
-    and |r|^2, by parameter name and layer.
+    With a recipe's gradient g and the float32 gradient r, the products are |g - r|^2,
+    g . r, |g|^2 and |r|^2, each by parameter name and layer.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Float[np.ndarray, "4 layers"]] = {}
 
     def add(self, gradient: _Gradient, exact: _Gradient) -> None:
-        """Adds the sums of one batch."""
+        """Adds the products of one batch's gradients to the sums."""
         for name, values in jax.device_get(_compare(gradient, exact)).items():
             self.values[name] = self.values.get(name, 0) + np.asarray(
                 values, np.float64

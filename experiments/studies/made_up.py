@@ -2,9 +2,9 @@
 
     uv run python -m experiments.studies.made_up FOLDER --preset llama3-8b
 
-It stands for a checkpoint where none can be downloaded, with the memory, the speed and
-the files of the real one. The tokenizer has a token for each byte and three special
-ones.
+The folder stands for a checkpoint that cannot be downloaded, and has the memory, the
+speed and the files of the real checkpoint. The tokenizer has a token for each byte and
+three special tokens.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def write(folder: Path, config: llama.LlamaConfig) -> None:
     """Writes the folder, with BF16 weights of the library's initialization.
 
     Raises:
-      ValueError: If the folder is there and not empty.
+      ValueError: If the folder exists and is not empty.
     """
     config = dataclasses.replace(config, param_dtype=jnp.bfloat16, recipe="bf16")
     model = nnx.jit(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))()

@@ -2,13 +2,14 @@
 
     uv run python -m experiments.studies.mixed_granularity
 
-The command trains the main job's model and stores the activations of an unseen batch in
-E4M3: with per-block (4x4), per-group (16), per-token or per-tensor scales, and at mixed
-granularity, which has per-group scales for norms and gates and per-token or per-tensor
-scales for matmuls. It measures the errors of every activation, of the output of each
-norm and gate, and of the residual stream (the paper's figure 4a). Then it times norms
-and gates that quantize their output (figure 4b), on the device at hand. The paper's
-figure is a chart without numbers, so only the order of the methods is compared.
+The command trains the model of `experiments.pretrain` and stores the activations of an
+unseen batch in E4M3: with per-block (4x4), per-group (16), per-token or per-tensor
+scales, and at mixed granularity, which has per-group scales for norms and gates and
+per-token or per-tensor scales for matmuls. It measures the errors of every activation,
+of the output of each norm and gate, and of the residual stream (the paper's figure 4a).
+Then it times norms and gates that quantize their output (figure 4b), on the device at
+hand. The paper's figure is a chart without numbers, so only the order of the methods is
+compared.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def default_shapes() -> tuple[tuple[int, int], ...]:
 
 
 def check(rows: list[Row]) -> list[Bar]:
-    """Returns bars for the orders in the paper's figure; times only on a GPU."""
+    """Returns bars for the order of methods in the paper's figure; times need a GPU."""
     bars = []
     for better, worse in (("1x16", "4x4"), ("mixed", "per tensor")):
         for name in OPERATORS:

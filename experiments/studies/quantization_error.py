@@ -2,13 +2,13 @@
 
     uv run python -m experiments.studies.quantization_error
 
-The command trains the main job's model with float32 moments and captures them after
-several steps. It then measures the mean squared error of m / sqrt(v) after both moments
-were stored in 8 bits: first for every pair of E4M3, E5M2 and DE8, with and without
-range expansion, next to the paper's figures; then for other schemes. At the end it
-replays captured gradients through Adam with stored moments. Errors are scaled such that
-COAT's scheme, E4M3 with expansion for both moments, has the paper's 12.31, because the
-paper's own unit is arbitrary.
+The command trains the model of `experiments.pretrain` with float32 moments, which it
+captures after several steps. It then measures the mean squared error of m / sqrt(v)
+after both moments were stored in 8 bits: first for every pair of E4M3, E5M2 and DE8,
+with and without dynamic range expansion, next to the paper's numbers; then for other
+schemes. At the end it replays captured gradients through Adam with stored moments.
+Errors are scaled such that COAT's scheme, E4M3 with expansion for both moments, has the
+paper's 12.31, because the paper's own unit is arbitrary.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def _steps(value: str) -> tuple[int, ...]:
 
 
 def capture_by(args: argparse.Namespace) -> Capture:
-    """Trains and captures as a command line says.
+    """Trains a model, and captures what a parsed command line asks for.
 
     Raises:
       ValueError: If a setting, a step or the window is invalid.
@@ -125,7 +125,7 @@ def default_window(settings: Settings) -> int:
 
 
 def run(captured: Capture) -> tuple[list[Row], studies.Trajectories]:
-    """Runs all studies and prints the tables of each when it is done."""
+    """Runs all studies, and prints each study's tables as soon as it is done."""
     console = Console()
     rows = studies.spread_rows(captured)
     console.print(tables.spread(rows))
@@ -163,12 +163,13 @@ def check(rows: list[Row]) -> list[Bar]:
 def order_bars(
     pairs: dict[tuple[int, str, str], float], steps: Sequence[int]
 ) -> list[Bar]:
-    """Checks that codes have the paper's order, for every code of the other moment.
+    """Returns bars on the order of codes by error, for every code of the other moment.
 
     A bar's measured value is the smallest ratio of the errors of two neighbours in the
-    order. The order holds if it is above 1. The paper's errors of E4M3+Expand and
-    E5M2+Expand for the second moment differ by only 1%, so their order is not checked.
-    DE8 is better for the first moment only after groups have become narrow enough.
+    paper's order, which holds if the ratio is above 1. The paper's errors of
+    E4M3+Expand and E5M2+Expand for the second moment differ by only 1%, so their order
+    is not checked. DE8 is better for the first moment only after the ranges of groups
+    have become narrow enough.
 
     Args:
       pairs: Errors by step, code of the first moment and code of the second moment.

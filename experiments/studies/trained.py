@@ -22,7 +22,7 @@ from experiments.training.trainer import Trainer
 def trainer_and_inputs(
     settings: Settings, recipe: Recipe
 ) -> tuple[Trainer, llama.LlamaConfig, Inputs]:
-    """Returns the main job's trainer, config and data for one recipe, before step 1."""
+    """Returns the trainer, config and data of `experiments.pretrain` for one recipe."""
     paths = [Path(path) for path in settings.data]
     corpus = data.load_corpus(paths, token_dtype=settings.token_dtype)
     inputs = pretrain.select_inputs(corpus, settings)
@@ -31,7 +31,7 @@ def trainer_and_inputs(
 
 
 def train(settings: Settings, recipe: Recipe) -> Trained:
-    """Trains the main job's model with one recipe, on the same data and order."""
+    """Trains the model of `experiments.pretrain` with one recipe; returns the model."""
     trainer, config, inputs = trainer_and_inputs(settings, recipe)
     state, batches = trainer.init(), train_batches(inputs, settings)
     for _ in tqdm(range(settings.steps), recipe, unit="step", disable=None):
@@ -45,7 +45,7 @@ def train(settings: Settings, recipe: Recipe) -> Trained:
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Returns a parser with the main job's flags for one training.
+    """Returns a parser with the flags of `experiments.pretrain` for one training.
 
     The preset gives the settings that a command line does not give.
     """

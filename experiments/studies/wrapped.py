@@ -2,11 +2,11 @@
 
     uv run python -m experiments.studies.wrapped --steps 2000
 
-The command trains the main job's model in its `bf16` recipe with Lion, Muon, SGD with
-momentum, AdEMAMix and Adan. Each runs as optax provides it and wrapped in
-`coat.with_quantized_state`. For each seed, all trainings start from one initialization
-and read the data in one order. Call the command again after an interruption, or with
-more seeds, and it runs only the missing trainings.
+The command trains the model of `experiments.pretrain` with the recipe `bf16` and Lion,
+Muon, SGD with momentum, AdEMAMix or Adan. Each optimizer runs as optax provides it, and
+wrapped in `coat.with_quantized_state`. For each seed, all trainings start from one
+initialization and read the data in one order. Call the command again after an
+interruption, or with more seeds, and it runs only the missing trainings.
 """
 
 import sys
@@ -37,7 +37,7 @@ def _lion(learning_rate, *, b1, b2, weight_decay, mask):
 def _muon(learning_rate, *, b1, b2, weight_decay, mask):
     """Returns Muon for matrices, stacked layers included, and AdamW for the rest.
 
-    The embedding counts as the rest.
+    The embedding is updated by AdamW, too.
     """
 
     def dimensions(params):
@@ -81,7 +81,7 @@ def _adan(learning_rate, *, b1, b2, weight_decay, mask):
 
 
 def _pair(name: str, make: Callable) -> tuple[Variant, Variant]:
-    """Returns an optimizer, and the same one with its moving averages in 8 bits."""
+    """Returns an optimizer, and the same optimizer with moving averages in 8 bits."""
 
     def wrapped(*args, **kwargs):
         return coat.with_quantized_state(make(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""The command line of `experiments.pretrain`, and the flags that others share."""
+"""The command line of `experiments.pretrain`, and flags that other programs share."""
 
 import argparse
 import dataclasses
@@ -45,10 +45,10 @@ class Arguments:
       folder: The run's folder.
       resume: Whether to continue the run that is already in `folder`.
       given: The settings that the command line gives, by name.
-      mesh: The sizes of the mesh's axes; None means that none are given.
-      cluster: The processes that train together; None means this one alone.
+      mesh: The sizes of the mesh's axes; None if the command line names no mesh.
+      cluster: The processes that train together; None means this process alone.
       profile: Whether a few steps of each recipe are profiled.
-      tensorboard: Whether rows are written for TensorBoard, too.
+      tensorboard: Whether the rows of logs are also written for TensorBoard.
     """
 
     folder: Path
@@ -65,15 +65,15 @@ class Arguments:
 
 
 def settings(overrides: dict[str, Any]) -> Settings:
-    """Returns the preset's settings, overridden by the given ones."""
+    """Returns a preset's settings with `overrides`, which may name the preset."""
     preset = PRESETS[overrides.get("preset", "cpu")].settings
     return dataclasses.replace(preset, **overrides)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the main job's parser.
+    """Returns the parser of `experiments.pretrain`.
 
-    Flags for settings have no default here: the preset, or a resumed run, has it.
+    Flags for settings have no defaults here: the preset or a resumed run has them.
     """
     top = training_parser(
         "experiments.pretrain",
@@ -140,7 +140,10 @@ def add_comparison(top: argparse.ArgumentParser) -> None:
 
 
 def add_folder(top: argparse.ArgumentParser, default: str) -> None:
-    """Adds `--out`, with the default that it names, and `--resume`."""
+    """Adds `--out`, `--tensorboard` and `--resume`.
+
+    The help of `--out` names the default folder, `default`.
+    """
     add = top.add_argument_group("where").add_argument
     add("--out", type=Path, help=f"the run's folder ({default})", metavar="DIR")
     add(
@@ -162,7 +165,7 @@ def add_folder(top: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_devices(top: argparse.ArgumentParser) -> None:
-    """Adds the flags of devices, processes, microbatches and the step's order."""
+    """Adds the flags for devices, processes, microbatches, release and profiles."""
     add = top.add_argument_group("devices").add_argument
     add(
         "--mesh",
@@ -232,7 +235,7 @@ def add_training(top: argparse.ArgumentParser) -> None:
 
 
 def add_batches(add: Callable[..., Any]) -> None:
-    """Adds the flags of a batch's size, with the `add_argument` of their group."""
+    """Adds the flags of a batch's size; `add` is the `add_argument` of a group."""
     add("--batch-size", type=int, help="sequences a step")
     add("--seq-len", type=int, help="tokens a sequence")
 
@@ -276,7 +279,7 @@ def parse_as[A: Arguments](
 def read(top: argparse.ArgumentParser, argv: Sequence[str] | None) -> dict[str, Any]:
     """Returns the flags that a command line gives, by name.
 
-    The values have the types that `Settings` has: `data` is a tuple of strings.
+    Lists become tuples, as in `Settings`.
     """
     flags = vars(top.parse_args(argv))
     return {k: tuple(v) if isinstance(v, list) else v for k, v in flags.items()}

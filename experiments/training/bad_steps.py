@@ -1,4 +1,4 @@
-"""Bad steps: which losses are spikes, and a line about a step that is bad."""
+"""Bad steps: the loss above which a step is a spike, and messages about bad steps."""
 
 import statistics
 from collections import deque
@@ -9,13 +9,13 @@ import numpy as np
 
 from experiments.training.state import Metrics
 
-MOST_ROLLBACKS = 3  # Returns to one checkpoint; a further bad step stops the training.
-LOSSES = 50  # Losses that a next one is compared with.
+MOST_ROLLBACKS = 3  # Rollbacks to one checkpoint; then a bad step stops the training.
+LOSSES = 50  # Number of earlier losses that a loss is compared with.
 _NAMED = 3
 
 
 class BadStep(Exception):
-    """A bad step at which a training stops; the message describes it."""
+    """Raised if a training stops at a bad step; the message describes the step."""
 
 
 def recent_losses(rows: Iterable[Mapping[str, Any]]) -> deque[float]:
@@ -28,9 +28,10 @@ def recent_losses(rows: Iterable[Mapping[str, Any]]) -> deque[float]:
 
 
 def loss_limit(losses: Sequence[float], spike: float | None) -> float:
-    """Returns the largest loss that is no spike: `spike` times the median of `losses`.
+    """Returns the largest loss that is not a spike.
 
-    Without `spike` or losses every finite loss is within the limit.
+    The limit is `spike` times the median of `losses`. If `spike` is None or there are
+    no losses, it is infinite.
     """
     if spike is None or not losses:
         return float("inf")
@@ -38,10 +39,10 @@ def loss_limit(losses: Sequence[float], spike: float | None) -> float:
 
 
 def description(measured: Metrics, names: Sequence[str], limit: float) -> str:
-    """Returns a step's loss, and the parameters with the gradients to blame for it.
+    """Returns a message about a bad step: its loss, and the gradients to blame.
 
-    These are the parameters with gradients that are not finite, or else the one with
-    the largest gradient.
+    The message names the first parameters with gradients that are not finite. If all
+    gradients are finite, it names the parameter with the largest gradient norm.
 
     Args:
       measured: The step's metrics.
@@ -52,7 +53,7 @@ def description(measured: Metrics, names: Sequence[str], limit: float) -> str:
     text = f"loss {loss:.4g}"
     if loss > limit:
         text += f" is above {limit:.4g}"
-    if not norms.size:  # A step with `release="once"` does not know them.
+    if not norms.size:  # A step with `release="once"` computes no norms.
         return text
     wrong = [name for name, n in zip(names, norms, strict=True) if not np.isfinite(n)]
     if not wrong:

@@ -15,11 +15,11 @@ _WARM_STEPS, _TIMED_STEPS = 1, 3
 def steps_within_budget(
     settings: Settings, compile_seconds: float, seconds_per_step: float
 ) -> int:
-    """Returns how many steps fit in `settings.minutes`, after compiling.
+    """Returns the number of steps that fit in `settings.minutes`, at least one.
 
     Args:
       settings: The settings, with the largest number of steps.
-      compile_seconds: The compile time.
+      compile_seconds: The compile time, which counts as a part of the minutes.
       seconds_per_step: The time of a step, with its share of the validations.
     """
     budget = 60 * settings.minutes - compile_seconds
@@ -32,10 +32,10 @@ def seconds_per_step(
     batches: data.Batches,
     validation: list[np.ndarray],
 ) -> float:
-    """Returns the time of a step, with a step's share of the validations.
+    """Measures the seconds of a step, with a step's share of the validations.
 
     Steps are timed on a state that is thrown away, because the learning rate schedule,
-    and so every step, may depend on the answer.
+    and so every step, may depend on the result.
     """
     state, seconds = trainer.init(), []
     for _ in range(_WARM_STEPS + _TIMED_STEPS):

@@ -1,4 +1,4 @@
-"""Checkpoints of a recipe, with checksums, and what is saved next to the state."""
+"""Checkpoints of one recipe's training: its state, its progress, and checksums."""
 
 import atexit
 import contextlib
@@ -39,13 +39,14 @@ class Progress:
         on the present mesh.
       timed_steps: Number of steps that `seconds` counts: all but the first of each
         process.
-      device_peak_bytes: Peak memory of the device. It is None if the device does not
-        report it, or if an earlier recipe of the process had a higher peak.
+      device_peak_bytes: Peak memory of the device in bytes. None means that the device
+        does not report a peak, or that an earlier recipe of the process had a higher
+        one.
       measured: Sizes, the compile time and the mesh, measured before the first step,
-        and anew on another mesh or with other microbatches.
-      rows: Checksums of the recipe's rows up to this step, by the name of their file.
-        It is empty in checkpoints that are older than these checksums.
-      skipped: Number of steps that changed nothing, because they were bad.
+        and again on another mesh or with another number of microbatches.
+      rows: Checksums of the recipe's rows up to this step, by the name of their file;
+        empty in checkpoints that were saved before there were such checksums.
+      skipped: Number of bad steps that updated nothing.
       rollbacks: Number of returns to the checkpoint that `origin` names.
       origin: Step of the checkpoint that a rollback returns to, or 0 for the initial
         state. None means `step` itself. Only the checkpoint of a stop with
@@ -71,13 +72,13 @@ class Progress:
             self.origin = self.step
 
     def tokens_per_s(self, settings: Settings) -> float | None:
-        """Returns the speed of the timed steps, or None before the first one."""
+        """Returns the tokens per second of the timed steps; None if there are none."""
         if not self.seconds:
             return None
         return settings.tokens_per_step * self.timed_steps / self.seconds
 
     def note_peak(self, earlier: int | None, now: int | None) -> None:
-        """Records the process's peak if it rose while this recipe ran.
+        """Records the process's peak memory if it rose while this recipe ran.
 
         Args:
           earlier: The process's peak before this recipe, in bytes.
@@ -88,10 +89,10 @@ class Progress:
 
 
 class _Heard:
-    """A stream for errors that passes on the main thread's text.
+    """A stream in place of `sys.stderr` that forwards only the main thread's text.
 
-    It collects the text of other threads. Where a disk is full, orbax's threads print
-    tens of errors in addition to the one that is raised.
+    The text of other threads is collected in `kept`. If a disk is full, orbax's threads
+    print tens of errors in addition to the error that is raised.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -111,10 +112,10 @@ class _Saving:
     """A checkpoint that a thread is writing.
 
     Attributes:
-      path: Its folder.
-      origin: The step of its `Progress.origin`.
-      written: The thread's result.
-      heard: The stream for errors meanwhile.
+      path: The checkpoint's folder.
+      origin: The `Progress.origin` of the checkpoint.
+      written: The future of the thread's work, which has its error if it fails.
+      heard: The stream in place of `sys.stderr` until the checkpoint is written.
     """
 
     path: Path
@@ -127,18 +128,19 @@ class Checkpoints:
     """The latest checkpoints of one recipe.
 
     `save` copies the state to host memory, and a thread writes it to disk while the
-    training goes on. `finish`, which the next `save` and the end of the `with` block
+    training continues. `finish`, which the next `save` and the end of the `with` block
     call, waits for the thread and raises its errors.
 
-    A new checkpoint replaces the oldest one only when it is complete, and never the one
-    that its `Progress.origin` names. Next to every checkpoint there is a list of its
-    files' checksums. A checkpoint that differs from its list is moved to a folder of
-    damaged ones, and an older one is used.
+    The oldest checkpoint is deleted only when a new one is complete, and only if the
+    new one's `Progress.origin` does not name it. There is a list of the checksums of
+    every checkpoint's files. A checkpoint that differs from its list is moved to the
+    folder "damaged", and the checkpoint before it is used.
 
-    Each process writes the shards that its devices hold, and reads those that they
-    need, whatever mesh and number of processes saved them. All processes take part in
-    `save`, `state` and `roll_back`. The main one alone may open checkpoints and read
-    their `progress`, and all else that is in the folder is written by it.
+    Each process writes the shards on its devices, and reads the shards that its devices
+    need, whatever mesh and number of processes saved them. All processes must call
+    `save`, `finish`, `state` and `roll_back` together. The main process may construct
+    this class and call `progress` without the others. It alone writes the lists and
+    deletes and moves checkpoints.
 
     Raises:
       ValueError: If there are checkpoints, and all of them are damaged.
@@ -151,13 +153,13 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1)
         self._saving: _Saving | None = None
         if processes.is_main():
-            # The folder around them is not made, because without it there is no run.
+            # The run's folder is not created, because without it there is no run.
             for needed in (self._folder.parent, self._folder):
                 needed.mkdir(exist_ok=True)
             self._set_damaged_aside()
 
     def _opened(self) -> ocp.CheckpointManager:
-        """Returns orbax's manager, which all processes open at once."""
+        """Returns orbax's manager; the first call must be made by all processes."""
         if self._manager is None:
             self._manager = ocp.CheckpointManager(
                 self._folder,
@@ -198,9 +200,9 @@ class Checkpoints:
                 self._manager.close()
 
     def save(self, state: TrainState, progress: Progress) -> None:
-        """Begins to save a checkpoint, unless there is one of this step.
+        """Begins to save a checkpoint, unless `progress.step` is the latest saved step.
 
-        The state may be donated as soon as this returns.
+        The state may be donated as soon as `save` returns.
         """
         self.finish()
         manager = self._opened()
@@ -229,10 +231,10 @@ class Checkpoints:
             checksums.write_list(path)
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is on disk, and deletes older ones.
+        """Waits until the last checkpoint is on disk, then deletes the oldest ones.
 
         Raises:
-          OSError: If it could not be written.
+          OSError: If the checkpoint could not be written.
         """
         if self._saving is None:
             return
@@ -241,7 +243,7 @@ class Checkpoints:
             with processes.together(), _errors_of_disk(saving.path):
                 saving.written.result()
         except BaseException as error:
-            self._manager = None  # It would raise the error again.
+            self._manager = None  # This manager would raise the error again.
             if not isinstance(error, OSError):
                 saving.heard.stream.write(saving.heard.kept.getvalue())
             raise
@@ -251,7 +253,7 @@ class Checkpoints:
         self._delete(step for step in older if step != saving.origin)
 
     def roll_back(self, step: int) -> None:
-        """Deletes the checkpoints after `step`, so that this step's is the latest.
+        """Deletes all checkpoints of later steps than `step`.
 
         Raises:
           OSError: If the checkpoint of `step` is damaged or missing.
@@ -270,13 +272,13 @@ class Checkpoints:
         self._delete(later for later in steps if later > step)
 
     def _delete(self, steps: Iterable[int]) -> None:
-        """Deletes checkpoints; a kill leaves either all or nothing of each."""
+        """Deletes checkpoints; a killed process has deleted all or nothing of each."""
         aside = self._folder.parent / "deleted"
 
         def delete() -> None:
             for step in steps:
                 shutil.rmtree(aside, ignore_errors=True)
-                # A list without its checkpoint would refuse the next one of this step.
+                # The next checkpoint of this step would not match an old list.
                 checksums.list_of(self._folder / str(step)).unlink(missing_ok=True)
                 os.replace(self._folder / str(step), aside)
                 shutil.rmtree(aside)
@@ -285,15 +287,19 @@ class Checkpoints:
         self._opened().reload()
 
     def progress(self) -> Progress:
-        """Returns the latest checkpoint's progress; its step is 0 if there is none."""
+        """Returns the latest checkpoint's progress, or a new one if there is none."""
         steps = self._steps()
         if not steps:
             return Progress()
-        # The handler by itself waits for no other process.
+        # Unlike the manager, the handler does not wait for other processes.
         return Progress(**ocp.JsonCheckpointHandler().restore(steps[-1] / "progress"))
 
     def state(self, abstract: TrainState) -> TrainState:
-        """Returns the latest state, bit for bit."""
+        """Returns the latest checkpoint's state, bit for bit.
+
+        Args:
+          abstract: The shapes, dtypes and shardings of the state.
+        """
         self.finish()
         items = ocp.args.Composite(state=ocp.args.StandardRestore(_not_empty(abstract)))
         manager = self._opened()
@@ -303,9 +309,10 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _errors_of_disk(path: Path) -> Iterator[None]:
-    """Raises tensorstore's errors of the operating system as OSError, and no others.
+    """Converts tensorstore's errors of the operating system to OSError.
 
-    orbax prints them as well. Its output is shown only if another error is raised.
+    orbax also prints these errors. Its output is dropped if an OSError is raised, and
+    shown otherwise.
     """
     output = io.StringIO()
     try:
@@ -325,9 +332,9 @@ def _errors_of_disk(path: Path) -> Iterator[None]:
 
 
 def _forget_tasks(error: BaseException) -> None:
-    """Frees orbax's tasks that an error has left running, without their own errors.
+    """Frees the tasks that an error in orbax left running, and hides their errors.
 
-    They could not be freed at exit, when modules that they need are gone.
+    At exit they could not be freed, because modules that they need are then gone.
     """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
@@ -338,7 +345,10 @@ def _forget_tasks(error: BaseException) -> None:
 
 
 def _without_closed_loops(hook: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns an `unraisablehook` that ignores calls to a closed event loop."""
+    """Returns an `unraisablehook` that ignores errors of calls to closed event loops.
+
+    All other errors are passed to `hook`.
+    """
 
     def ignore(unraisable: Any) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
@@ -358,5 +368,5 @@ def _check_space(folder: Path, state: TrainState) -> None:
 
 
 def _not_empty(state: TrainState) -> dict[str, Any]:
-    """Returns the fields that have arrays, because most runs have no histories."""
+    """Returns the fields that contain arrays; most runs have no amax histories."""
     return {name: x for name, x in state._asdict().items() if jax.tree.leaves(x)}

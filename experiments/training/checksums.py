@@ -9,13 +9,13 @@ from experiments.common.results import read_json, write_json
 
 
 def list_of(checkpoint: Path) -> Path:
-    """Returns the path of the list of a checkpoint's checksums."""
+    """Returns the path of the file that lists a checkpoint's checksums."""
     folder = checkpoint.parent
     return folder.parent / "checksums" / folder.name / f"{checkpoint.name}.json"
 
 
 def write_list(checkpoint: Path) -> None:
-    """Writes the list of a checkpoint's checksums, next to it."""
+    """Writes the list of the checksums of a checkpoint's files."""
     listed, files = list_of(checkpoint), _checksums(checkpoint)
     for needed in (listed.parent.parent, listed.parent):
         needed.mkdir(exist_ok=True)
@@ -23,7 +23,7 @@ def write_list(checkpoint: Path) -> None:
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    """Returns the checksum of each file in a folder, by its path."""
+    """Returns the checksum of each file in a folder, by the file's relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): file_checksum(path) for path in files}
 
@@ -38,15 +38,15 @@ def file_checksum(path: Path) -> int:
 
 
 def value_checksum(value: Any) -> int:
-    """Returns the checksum of a JSON value, whatever its file's spaces."""
+    """Returns the CRC-32 of a JSON value, whatever its order of keys."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Returns what is wrong with a checkpoint, or None.
+    """Returns a message about a damaged checkpoint, or None if it is intact.
 
-    A process that was killed right after saving has left no list of checksums. The
-    checkpoint itself is complete then.
+    A checkpoint without a list of checksums counts as intact: its process was killed
+    after the checkpoint was complete, and before the list was written.
     """
     if not list_of(checkpoint).exists():
         return None
@@ -61,9 +61,9 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _listed_checksums(path: Path) -> dict[str, int] | None:
-    """Returns the checksums in a list, or None if it is damaged.
+    """Returns the checksums in a list, or None if the list is damaged.
 
-    Older lists are the dictionary alone, without a checksum of it.
+    Older lists are the dictionary of checksums alone, without a checksum of itself.
     """
     try:
         listed = read_json(path)

@@ -23,7 +23,7 @@ Tokenizer = Literal["bytes", "bpe"]
 TokenDtype = Literal["uint16", "uint32"]
 _CHUNK, _CHUNKS = 2**15, 2**12
 _SCANNED = 2**26  # Tokens that are read at a time to check them.
-_ENDLESS = 2**62  # Windows that no training reads.
+_ENDLESS = 2**62  # More windows than any training reads.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,7 @@ class Corpus:
     Attributes:
       train: One-dimensional arrays of integers, in memory or memory-mapped.
       validation: The same kind of arrays, disjoint from `train`.
-      vocab_size: Number of distinct tokens; None for token arrays, which do not state
-        it.
+      vocab_size: Size of the vocabulary; None for token files, which do not state it.
       token: The unit of the tokens: "byte" or "token".
       source: The name of the data in messages.
     """
@@ -48,8 +47,8 @@ class Corpus:
     def fingerprint(self) -> str:
         """Returns a hash of the tokens.
 
-        All tokens of an array enter the hash up to 2**27 tokens (256 MiB of uint16),
-        and a sample of chunks of a longer array.
+        Arrays of up to 2**27 tokens (256 MiB of uint16) are hashed as a whole. Of a
+        longer array only a sample of chunks is hashed.
         """
         digest = hashlib.blake2b(digest_size=16)
         for array in (*self.train, *self.validation):
@@ -83,7 +82,8 @@ def load_corpus(
     Raises:
       FileNotFoundError: If there is no file at a path.
       ValueError: If a file is of another kind, or does not hold what its name says, or
-        text and tokens are mixed. "bpe" raises it for text that is not UTF-8.
+        text and tokens are mixed. With "bpe" also if a text is not UTF-8, if files hold
+        tokens, or if `vocab_size` or `cache` is missing.
 
     Examples:
       >>> corpus = load_corpus()
@@ -181,7 +181,7 @@ def check_tokens(corpus: Corpus, vocab_size: int) -> None:
 
 
 def _outside(tokens: np.ndarray, vocab_size: int) -> int | None:
-    """Returns the place of a token outside the vocabulary, or None."""
+    """Returns the index of a token outside the vocabulary, or None if all are in it."""
     if int(tokens.max()) >= vocab_size:
         return int(tokens.argmax())
     return int(tokens.argmin()) if int(tokens.min()) < 0 else None
@@ -205,9 +205,9 @@ def train_batches(
       seed: The seed of the order.
       rows: The rows of each batch that are read and returned; None means all.
     """
-    # The order is one of numbers, so that a process reads its own windows alone.
+    # Indices are shuffled, not windows, so that a process reads only its own windows.
     dataset = grain.MapDataset.source(range(len(windows))).seed(seed).shuffle()
-    # Grain's own endless length is no number of batches of one window.
+    # Grain's own endless repetition overflows for batches of one window.
     dataset = dataset.repeat(max(1, _ENDLESS // len(windows)))
     if rows is None:
         rows = np.arange(batch_size)
@@ -223,10 +223,10 @@ def train_batches(
 def validation_batches(
     windows: Windows, *, batch_size: int, count: int, multiple: int = 1
 ) -> list[Int32[np.ndarray, "batch length+1"]]:
-    """Returns the same `count` batches for every run, drawn from the whole array.
+    """Returns `count` batches of randomly chosen windows, the same for every run.
 
-    With too few windows there are fewer batches. With fewer windows than `batch_size`
-    there is one smaller batch, of a multiple of `multiple` windows.
+    If there are too few windows, there are fewer batches. If there are fewer windows
+    than `batch_size`, there is one smaller batch, of a multiple of `multiple` windows.
 
     Raises:
       ValueError: If there are fewer than `multiple` windows.
@@ -288,7 +288,7 @@ def _map_tokens(path: Path, dtype: TokenDtype) -> np.ndarray:
 
 
 def _check_width(array: np.memmap, path: Path) -> None:
-    """Raises ValueError if the numbers are halves of wider ones, every second one 0."""
+    """Raises ValueError if every second number is 0: the dtype is then too narrow."""
     first = array[: 2**12]
     if first.size >= 64 and first.any() and not first[1::2].any():
         raise ValueError(
@@ -298,11 +298,11 @@ def _check_width(array: np.memmap, path: Path) -> None:
 
 
 def _with_header(path: Path) -> np.memmap:
-    """Memory-maps an .npy file with a header that may be anything."""
+    """Memory-maps an .npy file; raises ValueError if its header is damaged."""
     with path.open("rb") as file:
         start = file.read(12)
     size = int.from_bytes(start[8 : 10 if start[6:7] == b"\1" else 12], "little")
-    if size > path.stat().st_size:  # NumPy would allocate it before it reads.
+    if size > path.stat().st_size:  # NumPy would allocate as many bytes.
         raise ValueError(f"{path} is no whole .npy file: its header has {size} bytes")
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):

@@ -1,7 +1,7 @@
 """Files of a corpus: where they are, and whether they hold what their names say.
 
-Files may come from anywhere. None is opened before it is known to be a regular file,
-and the first bytes of a file say whether it is text, tokens, or something else.
+Files may come from anywhere. A file is opened only once it is known to be a regular
+file, and its first bytes say whether it is text, tokens, or something else.
 """
 
 import codecs
@@ -44,7 +44,7 @@ NUMPY = b"\x93NUMPY"
 def find_files(
     paths: Sequence[Path], suffixes: Sequence[str] = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES)
 ) -> list[Path]:
-    """Returns the files at paths, and those with a known suffix in folders.
+    """Returns the files at `paths`, and in folders the files with one of `suffixes`.
 
     Links are followed, and each folder is visited once. The case of suffixes does not
     matter.
@@ -88,9 +88,9 @@ def is_tokens(path: Path) -> bool:
 
 
 def check_texts(files: Iterable[Path]) -> None:
-    """Raises ValueError, naming the file, unless all files can be text.
+    """Raises ValueError, naming the file, if files are not text or exceed the memory.
 
-    Text of any encoding is accepted in which a NUL byte is not a part of a letter.
+    Text of any encoding without NUL bytes is accepted; UTF-16 is not.
     """
     total, memory = 0, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in files:
@@ -111,7 +111,7 @@ def check_texts(files: Iterable[Path]) -> None:
 
 
 def check_raw_tokens(path: Path) -> None:
-    """Raises ValueError, naming the file, unless it can be tokens without a header."""
+    """Raises ValueError, naming the file, if it cannot be tokens without a header."""
     head, tail = _ends(path)
     if kind := _signature(head, tail) or ("text" if _is_text(head) else None):
         raise ValueError(f"{path} must be a token array, but its content is {kind}")
@@ -119,7 +119,7 @@ def check_raw_tokens(path: Path) -> None:
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Adds the file's name to errors of reading, which have none."""
+    """Returns a context manager that adds the file's name to OSErrors of reads."""
     try:
         yield
     except OSError as error:
@@ -143,7 +143,7 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def _ends(path: Path) -> tuple[bytes, bytes]:
-    """Returns the first and the last bytes of a file."""
+    """Returns the first 8 KiB and the last four bytes of a file."""
     with named(path), path.open("rb") as file:
         head = file.read(_HEAD)
         file.seek(max(path.stat().st_size - 4, 0))
@@ -161,8 +161,7 @@ def _signature(head: bytes, tail: bytes) -> str | None:
 def _is_text(head: bytes) -> bool:
     """Returns whether bytes are UTF-8 without control characters.
 
-    Tokens are not, because nearly all of them have zeros or other control characters
-    among their bytes.
+    The bytes of nearly all token arrays contain zeros or other control characters.
     """
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)

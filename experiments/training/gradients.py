@@ -1,4 +1,4 @@
-"""Gradients of a batch that is computed in parts, its microbatches."""
+"""Gradients of a batch, accumulated over its microbatches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +12,8 @@ from jaxtyping import Array, Float32
 def microbatches(batch: Any, count: int) -> Any:
     """Splits the rows [b, ...] of a batch's arrays into [count, b / count, ...].
 
-    Neighbouring rows are in different microbatches. Each device's rows are therefore in
-    all of them, and no row moves between devices.
+    Neighbouring rows are in different microbatches. Every microbatch therefore has rows
+    of every device, and no row moves between devices.
     """
     return jax.tree.map(
         lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch
@@ -29,18 +29,18 @@ def accumulated(
     *,
     placed: Any,
 ) -> tuple[Any, nnx.State, nnx.State]:
-    """Adds up losses and gradients of microbatches, which are computed in turns.
+    """Sums losses and gradients of microbatches, which run one after another.
 
     Sums of gradients are float32, and are rounded once to the parameters' dtypes.
 
     Args:
-      gradients: The function of parameters, histories and a microbatch that returns the
-        loss, a tree of arrays, the gradients and the next histories.
+      gradients: A function of parameters, histories and a microbatch that returns
+        `(loss, (gradients, next histories))`. The loss may be a tree of arrays.
       params: The parameters.
       histories: The amax histories before the first microbatch.
       parts: The microbatches, stacked as `microbatches` returns them.
       shares: The factor of each microbatch in the sums.
-      placed: The shardings of the gradients' sums; None means that one device has them.
+      placed: The shardings of the sums of gradients; None means no constraint.
 
     Returns:
       The loss and the gradients of the batch, and the histories after it.

@@ -1,8 +1,8 @@
 """Reports of amax, saturation and underflow during a run.
 
-A step that reports returns statistics of the parameters, the gradients, the FP8 moments
-and the activations of its batch. Activations come from the layers in plain functions,
-in the dtype of the computation. They take one more forward pass.
+A step with reports returns statistics of the parameters, the gradients, the FP8 moments
+and the activations of its batch. Activations are computed in one more forward pass, by
+plain JAX functions in the dtype of the computation.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def reports(
 
     Args:
       model: The model with the parameters before the step.
-      tokens: The batch.
+      tokens: The tokens of the batch.
       grads: The gradients of the parameters.
       opt_state: The optimizer's state before the step.
     """
@@ -52,7 +52,7 @@ def reports(
 
 
 def rows(by_kind: Reports) -> Iterator[dict[str, Any]]:
-    """Yields the flat records of a step's reports."""
+    """Yields the statistics of a step's reports as flat dictionaries."""
     for kind, report in by_kind.items():
         for layer_report in report if isinstance(report, tuple) else (report,):
             yield from ({"of": kind} | row for row in layer_report.rows())
@@ -79,7 +79,7 @@ def _activations(model: llama.Llama, tokens: Int[Array, "b s"]) -> tuple[Any, An
 def _tapped(
     layer: DecoderLayer, x: Float[Array, "b s h"]
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-    """Returns a layer's output, its matmuls' operands, and arrays that it saves."""
+    """Returns a layer's output, its matmuls' inputs, and arrays saved for backward."""
 
     def product(x, weight):
         return jnp.tensordot(x, weight[...].astype(x.dtype), axes=(-1, -1))

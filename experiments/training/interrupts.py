@@ -1,6 +1,7 @@
-"""Answers Ctrl-C at once, also while the main thread is inside C++.
+"""Reacts to Ctrl-C at once, even while the main thread is inside C++.
 
-This module imports no package, so that it works before the slow ones are imported.
+This module imports the standard library alone, so that Ctrl-C works while packages are
+imported, which takes seconds.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ _NOW = "stopping now"
 _LATER = "stopping after this step; a checkpoint is saved; Ctrl-C again stops at once"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE = 1.0  # Seconds for Python to unwind before the process is ended.
-_CLOSE, _HANDLED = 0, 128  # Bytes of the pipe that are no signal's number.
+_CLOSE, _HANDLED = 0, 128  # Bytes in the pipe that are not numbers of signals.
 
 
 def run_module(load: "Callable[[], Callable[[None, Interrupts], int]]") -> NoReturn:
-    """Runs a program as this process, and ends the process.
+    """Runs a program, and ends the process with the program's exit code.
 
     Args:
       load: A function that imports the program and returns it. Importing takes seconds,
-        in which Ctrl-C is answered too.
+        during which Ctrl-C works, too.
     """
 
     def work(stop: Interrupts) -> int:
@@ -53,22 +54,23 @@ def run(work: "Callable[[Interrupts], int]") -> int:
         with interrupts:
             return work(interrupts)
     except BaseException:
-        # An interrupted import of compiled code raises another error.
+        # An interrupted import of compiled code may raise another error.
         if not interrupts.raised:
             raise
         return STOPPED
 
 
 class Interrupts:
-    """Prints an answer to the first SIGINT or SIGTERM at once, and ends the process.
+    """A context manager in which SIGINT and SIGTERM end the process with a message.
 
     Within `deferred` the first signal only sets `made`. Elsewhere it raises
-    KeyboardInterrupt. If the main thread does not leave C++ to do so within a second,
-    or at a second signal, or within `abrupt`, the process ends without it.
+    KeyboardInterrupt. The process ends without this exception within `abrupt`, at a
+    second signal, or if the main thread does not return from C++ within a second.
 
-    Python runs signal handlers in the main thread alone, once it is back from C++. A
-    thread therefore reads the numbers that `signal.set_wakeup_fd` writes to a pipe. An
-    event loop may take that place for a while, so handlers write to the pipe too.
+    Python runs signal handlers in the main thread alone, once it has returned from C++.
+    A thread therefore reads the numbers that `signal.set_wakeup_fd` writes to a pipe.
+    An event loop may replace this descriptor for a while, so the handlers write to the
+    pipe, too.
 
     Attributes:
       raised: Whether a signal has raised KeyboardInterrupt.
@@ -78,19 +80,19 @@ class Interrupts:
         self.raised = False
         self._is_deferred = False
         self._is_abrupt = (
-            True  # An exception within `__enter__` would pass `__exit__` by.
+            True  # After an exception in `__enter__`, `__exit__` would not run.
         )
         self._answers: dict[None, str] = {}
         self._folders: list[str] = []
 
     @property
     def made(self) -> bool:
-        """True once a signal has come."""
+        """True if a signal has arrived."""
         return bool(self._answers)
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Lets the block finish after a first signal; it must look at `made`."""
+        """Lets a block continue after a first signal; the block must check `made`."""
         self._is_deferred = True
         try:
             yield
@@ -101,7 +103,7 @@ class Interrupts:
     def abrupt(self) -> Iterator[None]:
         """Lets a signal end the process at once, without KeyboardInterrupt.
 
-        An import of compiled code would print or swallow the exception.
+        An import of compiled code would print or swallow KeyboardInterrupt.
         """
         self._is_abrupt = True
         try:
@@ -142,11 +144,11 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _answer(self) -> str:
-        """Returns the answer, which the first of the two threads to ask decides."""
+        """Returns the message about the first signal; the first call decides it."""
         return self._answers.setdefault(None, _LATER if self._is_deferred else _NOW)
 
     def _watch(self) -> None:
-        """Answers the signals that the pipe announces, until it is told to end."""
+        """Reacts to the signals in the pipe, until the byte `_CLOSE` ends the loop."""
         counts: Counter[bool] = Counter()
         deadline = None
         while True:
@@ -161,7 +163,7 @@ class Interrupts:
             most = max(counts.values(), default=0)
             counts[byte == _HANDLED] += 1
             if max(counts.values()) == most:
-                continue  # One signal arrives on both ways.
+                continue  # Each signal can arrive twice.
             if most:
                 self._end()
             reaction = self._answer()

@@ -31,12 +31,12 @@ from experiments.training.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The data that every recipe of a run reads, and where it goes.
+    """The data that every recipe of a run reads, and the mesh of the trainings.
 
     Attributes:
       windows: Sequences to train on.
       validation: Batches to validate on.
-      vocab_size: Number of distinct tokens.
+      vocab_size: Size of the vocabulary.
       token: The unit of the tokens: "byte" or "token".
       mesh: The mesh that trainings are spread over; None means the first device.
     """
@@ -77,13 +77,13 @@ class Job:
     Attributes:
       module: The program's module, as `python -m` takes it.
       parse: A function that parses a command line.
-      kind: The type of its runs.
-      opened: A function that opens or creates a run and its inputs. Invalid settings or
-        data raise before run.json is written.
+      kind: The class of the program's runs.
+      opened: A function that opens or creates a run and its inputs. If settings or data
+        are invalid, it raises an error before it writes run.json.
       inputs: A function that returns the inputs of a run that has begun. It raises
-        ValueError if they are not those that the run began with.
-      report: A function that writes the results of a finished run to its folder;
-        returns a table of them for a terminal.
+        ValueError if the data has changed since.
+      report: A function that writes the results of a finished run to its folder, and
+        returns a table of the results for a terminal.
     """
 
     module: str
@@ -102,11 +102,11 @@ class Job:
 def prepared(
     job: Job, args: arguments.Arguments, stop: Interrupts
 ) -> tuple[Run, Inputs]:
-    """Opens or creates a run and its inputs; the main process does it first.
+    """Opens or creates a run and its inputs, in the main process first.
 
     Raises:
-      OSError: If a process raised it.
-      ValueError: If a process raised it.
+      OSError: If any process raised OSError.
+      ValueError: If any process raised ValueError.
     """
     mesh = meshes.make(args.mesh)
     opened: list[tuple[Run, Inputs]] = []
@@ -125,7 +125,7 @@ def prepared(
 
 
 def run_job(job: Job, argv: Sequence[str] | None, stop: Interrupts) -> int:
-    """Runs a job, and ends as `stop` says; returns an exit code."""
+    """Runs a job until it is done or `stop` has a signal; returns an exit code."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Errors are raised, too.
     args = job.parse(argv)
     try:
@@ -190,7 +190,7 @@ def train(
       inputs: The data.
       stop: The signals that end the training.
       profile: The folder for a profile; None means no profile.
-      board: The folder for events of TensorBoard; None means none.
+      board: The folder for events of TensorBoard; None means no events.
 
     Raises:
       BadStep: If a step is bad and is neither skipped nor rolled back.
@@ -254,10 +254,10 @@ def _train(
 def compile_trainer(
     run: Run, recipe: Recipe, inputs: Inputs, first_step: int
 ) -> Trainer:
-    """Returns the recipe's compiled trainer; the first recipe settles the steps.
+    """Compiles a recipe's trainer; the first recipe also fixes the number of steps.
 
-    It says what is compiled, how long it took, and about how long the steps after the
-    first `first_step` ones will take.
+    Prints what is compiled, the compile time, and about how long the steps after
+    `first_step` will take.
     """
     settings, trainer = run.settings, _trainer(run, recipe, inputs)
     where = jax.devices()[0].device_kind
@@ -302,7 +302,11 @@ def first_state(
     checkpoints: Checkpoints,
     progress: Progress,
 ) -> tuple[TrainState, data.Batches]:
-    """Returns the state and the batches to start from: a checkpoint's or new ones."""
+    """Returns the state and the batches to start from: a checkpoint's or new ones.
+
+    The trainer's measurements are stored in `progress`. On another mesh, or with
+    another number of microbatches, its times start again from zero.
+    """
     batches = train_batches(inputs, run.settings)
     current = report.measured(trainer, run.settings)
     # Runs had one device before there were meshes.

@@ -6,14 +6,14 @@ from coat_jax.layers.experts.routing import Routing
 
 
 def loads(routing: Routing | None) -> dict[str, float]:
-    """Returns the entries of a step's row for its experts; none without experts.
+    """Returns the entries about experts of a step's row; empty without experts.
 
-    Loads are relative to equal ones: an expert with twice the mean has 2.
+    Loads are relative to the mean: an expert with twice the mean load has 2.
 
     Returns:
       The largest and the smallest load of an expert in any layer, the number of experts
-      of all layers without tokens, and both auxiliary losses. The row's loss includes
-      these losses, times their weights.
+      without tokens over all layers, and the balance and z losses. The row's loss
+      includes these losses, times their weights.
     """
     if routing is None:
         return {}

@@ -39,22 +39,22 @@ _PROFILED = range(2, 5)  # Steps of the process, counted from 0, that are profil
 
 @dataclasses.dataclass(kw_only=True)
 class Loop:
-    """A recipe's training between two steps.
+    """The training of one recipe, from its state after some step to the last step.
 
     Attributes:
       run: The run.
       recipe: The recipe.
       trainer: The recipe's trainer.
-      measure: A function that validates the state; returns entries of a step's row.
+      measure: A function that validates the state, and returns entries of a step's row.
       checkpoints: The recipe's checkpoints.
       logs: The logs of steps, of FP8 moments, and of reports of amax, saturation and
         underflow, by name.
-      progress: The number of steps done, and what else belongs to the state.
+      progress: The number of steps done, and what else checkpoints store with a state.
       state: The state after these steps.
-      batches: The batches that follow.
+      batches: The iterator of the next batches.
       peak_before: The device's peak memory before this recipe was compiled, in bytes.
       profile: The folder for a profile of a few steps; None means no profile.
-      board: Where rows are written for TensorBoard, too; None means nowhere.
+      board: The writer of rows for TensorBoard; None means that there is none.
     """
 
     run: Run
@@ -72,13 +72,13 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._losses = self._recent_losses()
-        self._done = 0  # Steps of this process, the first of which is slower.
+        self._done = 0  # Steps of this process; the first is slower.
         self._bar = StepBar(
             self.recipe, self.run.steps, self.progress.step, enabled=processes.is_main()
         )
 
     def finish(self, stop: Interrupts) -> None:
-        """Trains until the last step or a stop, either with a checkpoint.
+        """Trains until the last step or a stop, and saves a checkpoint there.
 
         Raises:
           BadStep: If a step is bad and is neither skipped nor rolled back.
@@ -105,7 +105,7 @@ class Loop:
                     return
 
     def _profile(self, profiling: contextlib.ExitStack) -> None:
-        """Starts the profile, or ends it."""
+        """Starts the profile before its first step, and ends it after its last."""
         if self.profile is None:
             return
         if self._done == _PROFILED.start:
@@ -124,7 +124,7 @@ class Loop:
         limit = loss_limit(self._losses, self.run.settings.spike)
         every = self.run.settings.health_every
         reporting = every is not None and step % every == 0
-        # The first use of `reporting_step` compiles it, which is not timed.
+        # The first access to `reporting_step` compiles it, before the time is taken.
         run_step = self.trainer.reporting_step if reporting else self.trainer.step
         started = time.perf_counter()
         self.state, measured = run_step(self.state, next(self.batches), limit)
@@ -153,10 +153,10 @@ class Loop:
         return row
 
     def _answer(self, step: int, problem: str, skip: str) -> str:
-        """Says what is done about a bad step and returns it: "skip" or "rollback".
+        """Prints and returns the reaction to a bad step: "skip" or "rollback".
 
         Raises:
-          BadStep: If the answer is to stop.
+          BadStep: If the training must stop.
         """
         reaction, origin = self.run.settings.bad_step, self.progress.origin
         line = f"{self.recipe}, step {step}: {problem}"
@@ -168,10 +168,10 @@ class Loop:
         return reaction
 
     def _roll_back(self) -> None:
-        """Returns to the checkpoint of `progress.origin`, and keeps the batches.
+        """Restores the checkpoint of step `progress.origin`, but not its batches.
 
-        A process that is killed meanwhile resumes at a checkpoint and meets the bad
-        batch again.
+        A process that is killed before the next checkpoint resumes from this one, and
+        meets the bad batch again.
         """
         step = self.progress.step = self.progress.origin
         self.progress.rollbacks += 1
@@ -194,10 +194,13 @@ class Loop:
         return deque(processes.on_main(read), maxlen=LOSSES)
 
     def _validate(self, row: dict[str, Any]) -> str | None:
-        """Validates the state; returns what is done about results that are not finite.
+        """Validates the state, and adds the results to `row`.
 
         Parameters may give NaN for some inputs alone, which training may not meet for
-        long.
+        a long time.
+
+        Returns:
+          The reaction to results that are not finite; None if all are finite.
         """
         results, reaction = self.measure(self.trainer, self.state), None
         if bad := [f"{k} {v:.4g}" for k, v in results.items() if not math.isfinite(v)]:
@@ -222,7 +225,7 @@ class Loop:
         self.checkpoints.save(self.state, self.progress)
 
     def _show(self, row: dict[str, Any]) -> None:
-        """Shows the row's step."""
+        """Shows a row's loss and learning rate, the speed and the memory."""
         shown = {"loss": f"{row['loss']:.3f}", "lr": f"{row['lr']:.1e}"}
         if rate := self.progress.tokens_per_s(self.run.settings):
             shown["tokens/s"] = f"{rate:,.0f}"

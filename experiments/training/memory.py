@@ -1,4 +1,4 @@
-"""Memory of a training: peaks of devices, and messages where memory runs out."""
+"""The error of a training that runs out of memory, and its message."""
 
 import math
 
@@ -13,7 +13,7 @@ _GIB = 2**30
 
 
 class OutOfMemory(Exception):
-    """Raised when memory runs out. The message says what took it."""
+    """Raised when a device's memory runs out; the message lists what uses it."""
 
 
 def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
@@ -22,7 +22,7 @@ def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
 
 
 def description(trainer: Trainer, settings: Settings) -> str:
-    """Returns one line about the memory that a step takes on each device."""
+    """Returns the message of `OutOfMemory`: what a step stores on each device."""
     state, mesh = trainer.abstract_state(), trainer.mesh
     params, moments = shard_bytes(state.params), shard_bytes(state.opt_state)
     wide = sum(math.prod(shard_shape(x)) * 4 for x in jax.tree.leaves(state.params))

@@ -17,12 +17,12 @@ _BINS = 16
 
 
 def plot_moments(run: Run) -> Figure | None:
-    """Draws moments.png in the run's folder; returns None without FP8 moments.
+    """Draws moments.png in the run's folder; returns None if there are no FP8 moments.
 
-    There is one column per recipe. The top row shows the powers k, as a map where each
-    group has its own k. The middle row shows the share of codes at zero and at the
-    format's maximum. The bottom row shows the error that rounding causes in updates,
-    with its range over parameters.
+    There is one column per recipe. The top row shows the exponents k of dynamic range
+    expansion, as a map if each group has its own k. The middle row shows the share of
+    codes at zero and at the format's maximum. The bottom row shows the error that
+    rounding causes in updates, with its range over parameters.
     """
     rows = run.rows("moments")
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
@@ -51,7 +51,8 @@ class History:
 
     Attributes:
       steps: The steps at which the moment was measured.
-      power: The k that all groups share, or None if each group has its own.
+      power: The exponent k of dynamic range expansion that all groups share, or None if
+        each group has its own.
       powers: Share of groups with k in [0, 1), [1, 2), ... [15, 16); all zeros if
         groups share one k.
       zero_share: Share of codes that are zero, over all parameters.

@@ -1,4 +1,4 @@
-"""The optimizer of a training: AdamW of its recipe, clipping and a schedule."""
+"""The optimizer of a training: its recipe's AdamW, gradient clipping and a schedule."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,12 +21,12 @@ class OptimizerSettings:
       steps: Largest number of optimizer steps.
       batch_size: Sequences per step.
       lr: Peak learning rate, reached after the warm-up. A cosine then lowers it.
-      end_lr: Learning rate of the last step, as a part of the peak.
+      end_lr: Learning rate of the last step, as a fraction of the peak.
       warmup_steps: Steps of the linear warm-up; at most a tenth of all steps are used.
       weight_decay: Weight decay of matrices; the scales of norms do not decay.
       b1: Decay rate of the first moment.
       b2: Decay rate of the second moment.
-      clip_norm: Largest global norm of a gradient; larger ones are scaled down to it.
+      clip_norm: Global norm to which gradients with a larger norm are scaled down.
     """
 
     steps: int
@@ -41,7 +41,7 @@ class OptimizerSettings:
 
 
 def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
-    """Returns a linear warm-up, followed by a cosine down to `end_lr` of the peak."""
+    """Returns a linear warm-up, and then a cosine down to `end_lr` times the peak."""
     warmup_steps = min(settings.warmup_steps, steps // 10)
     return optax.warmup_cosine_decay_schedule(
         init_value=settings.lr / (warmup_steps + 1),
@@ -53,12 +53,13 @@ def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
 
 
 class Optimizer(NamedTuple):
-    """AdamW of one kind, with optax's arguments.
+    """A variant of AdamW with optax's arguments.
 
     Attributes:
       adamw: `optax.adamw`, `coat.fp8_adamw` with any options of its own, or another
         function with the same arguments.
-      fused: Whether it is `coat.fp8_adamw`, with steps that run in `coat.fused_update`.
+      fused: Whether `adamw` is `coat.fp8_adamw`, and its steps run in
+        `coat.fused_update`.
     """
 
     adamw: Callable[..., optax.GradientTransformation]
@@ -72,7 +73,7 @@ class Optimizer(NamedTuple):
     def transformation(
         self, settings: OptimizerSettings, steps: int, *, clips: bool = True
     ) -> optax.GradientTransformation:
-        """Returns gradient clipping, if it `clips`, followed by the optimizer.
+        """Returns the optimizer, with gradient clipping before it if `clips`.
 
         The moments are FP8 if `fused` and float32 otherwise, for any parameter dtype.
         """
@@ -92,7 +93,7 @@ class Optimizer(NamedTuple):
 
 
 def is_matrix(params: nnx.State) -> Any:
-    """Returns True for each parameter with weight decay: all but the scales of norms.
+    """Returns a tree of booleans: False for the scales of norms, which do not decay.
 
     A parameter belongs to a norm if its path contains "norm".
     """

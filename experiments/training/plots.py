@@ -1,4 +1,4 @@
-"""Draws the training curves of recipes and their differences, such as loss.png."""
+"""Draws training curves of recipes, and differences to the first recipe's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,11 +26,11 @@ def plot_losses(run: Run, token: str) -> Figure:
 def draw_losses(
     metrics: Sequence[Mapping[str, Any]], settings: Settings, token: str
 ) -> Figure:
-    """Draws the losses of trainings with the recipes of the settings.
+    """Draws the losses of a run's recipes, and differences to the first recipe's.
 
     The upper panel shows each recipe's training loss, as a trailing moving average, and
-    its validation losses. The lower panel shows the difference of both to the first
-    recipe's losses, in percent.
+    its validation losses. The lower panel shows how far training and validation losses
+    differ from the first recipe's, in percent.
 
     Args:
       metrics: The rows of each recipe's steps.
@@ -56,7 +56,7 @@ def draw_losses(
         losses.plot(steps, smooth, **line, linewidth=1.6, label=recipe)
         losses.plot(*_xy(val), **marker, label=f"{recipe}, validation")
         gaps.plot(steps, 100 * (smooth / first[0] - 1), **line, linewidth=1.4)
-        # Recipes that a longer run found at different steps have other validations.
+        # Recipes of a run that was extended may be validated at different steps.
         gap = {s: 100 * (x / first[1][s] - 1) for s, x in val.items() if s in first[1]}
         gaps.plot(*_xy(gap), **marker, label=f"{recipe}, validation")
     losses.set_ylim(*_interesting(metrics))
@@ -69,7 +69,7 @@ def draw_losses(
 def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, " n"]:
     """Returns the mean of each value and up to `window - 1` values before it.
 
-    NaNs are left out. The mean of NaNs alone is NaN.
+    Values that are not finite are left out. The mean of such values alone is NaN.
     """
     finite = np.isfinite(x)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, x, 0))])
@@ -81,9 +81,10 @@ def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, 
 
 
 def curve(losses: Float[np.ndarray, " n"]) -> dict[str, list[float]]:
-    """Returns means of losses over equally many steps, and the last step of each mean.
+    """Returns means of losses over equally long blocks, and each block's last step.
 
-    There are at most 200 means, for results files.
+    There are at most 200 blocks, to keep results files small. A last block that would
+    be shorter is dropped.
     """
     each = -(-len(losses) // _CURVE_POINTS)
     ends = list(range(each, len(losses) + 1, each))
@@ -92,7 +93,7 @@ def curve(losses: Float[np.ndarray, " n"]) -> dict[str, list[float]]:
 
 
 def draw_curves(curves: Sequence[Mapping[str, Any]], title: str, unit: str) -> Figure:
-    """Draws curves by recipe, means over seeds, and gaps to the first recipe below.
+    """Draws losses by recipe, averaged over seeds, above gaps to the first recipe.
 
     Args:
       curves: Rows with "recipe", and "steps" and "losses" as `curve` returns them.

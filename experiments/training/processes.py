@@ -1,7 +1,8 @@
-"""Several processes that train together, of which the main one alone writes and prints.
+"""Processes that train together; the main process alone writes and prints.
 
 The processes run the same steps of the same program. Files and clocks may differ among
-them, so whatever depends on these is asked of the main process, or of all.
+them, so decisions that depend on files or clocks are made by the main process, or by
+all processes together.
 """
 
 import contextlib
@@ -31,8 +32,9 @@ class Cluster:
     """The processes of a run, as `jax.distributed.initialize` takes them.
 
     Attributes:
-      count: The number of processes; None means that the environment says it all.
-      index: The number of this process; 0 is the main one.
+      count: The number of processes; None means that JAX finds all three values in the
+        environment.
+      index: The index of this process; 0 is the main one.
       coordinator: The address of the main process, as HOST:PORT.
     """
 
@@ -47,7 +49,7 @@ class Cluster:
         """Returns the processes that the flags name; None without any flag.
 
         Raises:
-          ValueError: If flags are missing or do not fit.
+          ValueError: If flags are missing or invalid.
         """
         alone = index is None and coordinator is None
         if processes is None and alone:
@@ -75,7 +77,7 @@ class Cluster:
         return cls(count=count, index=index, coordinator=coordinator)
 
     def join(self) -> None:
-        """Connects this process to the others; all but the main one print no more.
+        """Connects this process to the others, and silences all but the main process.
 
         Raises:
           ValueError: If the environment names no processes, or they cannot be reached.
@@ -109,7 +111,7 @@ def is_main() -> bool:
 
 
 def on_main[T](work: Callable[[], T]) -> T:
-    """Runs `work` in the main process and returns its result in all of them.
+    """Runs `work` in the main process, and returns its result in all processes.
 
     Args:
       work: A function that returns a JSON value.
@@ -146,15 +148,15 @@ def together() -> Iterator[None]:
 
 
 def anywhere(flag: bool) -> bool:
-    """Returns whether the flag is set in any process."""
+    """Returns whether `flag` is true in any process."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def _gathered(value: Any) -> list[Any]:
-    """Returns the JSON values of all processes, by their numbers."""
-    # Collectives of CPUs wait for half a minute only.
+    """Returns the JSON values of all processes, in the order of their indices."""
+    # Collectives on CPUs time out after half a minute; this wait does not.
     everyone = set(range(jax.process_count()))
     name = f"experiments.pretrain {next(_waits)}"
     multihost.sync_global_processes(name, timeout=_WORK_S, processes=everyone)

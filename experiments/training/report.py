@@ -18,7 +18,7 @@ from experiments.training.trainer import Trainer
 
 
 def measured(trainer: Trainer, settings: Settings) -> dict[str, int | float | str]:
-    """Returns sizes of a recipe's training, its compile time and where it runs."""
+    """Returns a training's sizes in memory, compile time, FLOPs, mesh and devices."""
     opt_state = trainer.abstract_state().opt_state
     return {
         "parameters": trainer.parameters,
@@ -93,7 +93,7 @@ def _recipe_summary(
 
 
 def _bars(run: Run, recipes: dict[Recipe, dict[str, Any]], token: str) -> list[Bar]:
-    """Returns the main job's bars that this run's recipes and preset can check."""
+    """Returns the bars, or thresholds, that apply to a run's recipes and preset."""
     bars = []
     preset = None if run.settings.sizes else run.settings.preset
     for recipe in (r for r in recipes if r in COAT_RECIPES):

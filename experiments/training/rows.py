@@ -41,7 +41,7 @@ class RowLog:
         self._checksum = zlib.crc32(line.encode(), self._checksum)
 
     def drop_after(self, step: int) -> None:
-        """Drops the rows of the recipe's later steps, all or none."""
+        """Drops the recipe's rows of later steps than `step`, atomically."""
         self._file.close()
         remaining = [
             line
@@ -52,13 +52,15 @@ class RowLog:
         self._open()
 
     def sync(self) -> int:
-        """Blocks until all rows are on disk; returns the recipe's checksum."""
+        """Blocks until all rows are on disk; returns the recipe's checksum of rows."""
         os.fsync(self._file.fileno())
         return self._checksum
 
 
 class NoRows:
-    """A `RowLog` without rows: another process writes them, or there are none.
+    """A stand-in for `RowLog` that writes nothing.
+
+    The main process writes the rows, or the run has no such rows.
 
     Attributes:
       name: The name of the file.
@@ -74,13 +76,13 @@ class NoRows:
         pass
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Leaves the row to the main process."""
+        """Writes nothing."""
 
     def drop_after(self, step: int) -> None:
-        """Leaves the rows to the main process."""
+        """Drops nothing."""
 
     def sync(self) -> int:
-        """Returns the checksum of no rows."""
+        """Returns 0, the checksum of no rows."""
         return 0
 
 
@@ -88,7 +90,7 @@ def read_rows(path: Path) -> Iterable[tuple[dict[str, Any], bytes]]:
     """Yields the rows of a file and their lines, without an incomplete last line.
 
     Raises:
-      ValueError: If a line is not a row of a recipe and step.
+      ValueError: If a line is not a JSON object with a recipe and a step.
     """
     if not path.exists():
         return
@@ -113,7 +115,7 @@ def rows_checksum(
 
 
 def _line_of(row: Mapping[str, Any]) -> str:
-    """Returns a row as a line of JSON, which has null where Python has NaN."""
+    """Returns a row as a line of JSON; numbers that are not finite become null."""
     finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in row.items()

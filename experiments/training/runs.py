@@ -1,19 +1,20 @@
 """A run's folder: settings, metrics and checkpoints, safe against a kill at any time.
 
-run.json         the settings, the data's fingerprint, the number of steps, and for
-                 how many the learning rate is scheduled
+run.json         the settings, the data's fingerprint, the number of steps, and the
+                 length of the learning rate schedule in steps
 metrics.jsonl    one line per step and recipe
 moments.jsonl    one line per validation, recipe, parameter and moment stored in FP8
 health.jsonl     with `health_every`, one line per report, recipe and array or layer
-tokenizer.json   the BPE of a run with one
+tokenizer.json   the BPE, if the run has one
 checkpoints/     one folder per recipe with the latest states, and their checksums
 lock             locked by the process that writes to the folder
 
-A resumed run notices changed files by CRC-32 checksums. run.json holds its own and the
-one of tokenizer.json. Each checkpoint has a list of its files' checksums next to it,
-and its progress holds the checksums of the recipe's rows so far, since rows are on disk
-before the checkpoint is. A checkpoint that is damaged gives way to an older one; other
-damages are refused. Files that are older than checksums are taken as they are.
+A resumed run notices changed files by CRC-32 checksums. run.json holds its own checksum
+and the one of tokenizer.json. For each checkpoint there is a list of its files'
+checksums. The checkpoint's progress holds the checksums of the recipe's rows so far,
+since rows are on disk before the checkpoint is. A damaged checkpoint is replaced by the
+one before it; other damage raises ValueError. Files that were written before there were
+checksums are not checked.
 """
 
 import dataclasses
@@ -37,27 +38,28 @@ _RUN, _METRICS, _HEALTH, _LOCK = "run.json", "metrics.jsonl", "health.jsonl", "l
 _LEFTOVERS = {_LOCK, "tokenizer.json", f"{_RUN}.partial"}
 _RUN_ENTRIES = {"settings", "data", "steps", "command"}
 _NEWER_ENTRIES = {"schedule_steps", "files", "checksum"}
-# The settings that touch no step that is done. A resumed run may also have more steps.
+# The settings that do not affect steps already done. A resumed run may also have more
+# steps.
 _CHANGEABLE = {"keep", "save_every", "bad_step", "spike", "health_every", "accumulate"}
-# The places of what a run reads. `check_data` compares what is there by its hash.
+# The settings that are paths of inputs. `check_data` compares the inputs' hash.
 _PLACES = {"data", "test", "model"}
 
 
 class Run:
     """A run's folder, new or resumed.
 
-    While the object lives no other process can write to the folder. Of several
-    processes that train together the main one has such an object, and the others have
-    followers of it, which write nothing.
+    While the object lives, it locks the folder, so that no other process can write to
+    it. If several processes train together, only the main process has such an object.
+    The other processes have followers: objects without the lock, which write nothing.
 
     Subclasses are runs of other programs, with settings of another type.
 
     Attributes:
       folder: The path of the folder.
       settings: The run's settings, of the type `kind`.
-      steps: Steps of each recipe; None until the first recipe has settled it.
+      steps: Steps of each recipe; None until the first recipe has fixed the number.
       schedule_steps: Steps after which the learning rate stays as it is: the steps that
-        the run was started with. None until the first recipe has settled it.
+        the run was started with. None until the first recipe has fixed the number.
       command: The command line that started the run.
     """
 
@@ -93,12 +95,11 @@ class Run:
         fingerprint: str,
         files: Sequence[Path] = (),
     ) -> Self:
-        """Starts a run in a folder that passes `check_unused`.
-
-        Copies of `files` belong to the run.
+        """Creates a run in a new or empty folder, with copies of `files`.
 
         Raises:
-          ValueError: If another process has started a run there.
+          ValueError: If `check_unused` raises it, or another process writes to the
+            folder.
         """
         folder.mkdir(parents=True, exist_ok=True)
         lock = _locked(folder)
@@ -121,11 +122,12 @@ class Run:
     def resume(cls, folder: Path, overrides: Mapping[str, Any]) -> Self:
         """Opens a run to continue it from its latest checkpoints.
 
-        Rows after these are dropped. `record_changes` stores what `overrides` changes
-        of the run. Arguments and errors are the same as for `open`.
+        Rows after these checkpoints are dropped. Settings that `overrides` changes are
+        written by `record_changes`. Arguments are the same as for `open`.
 
         Raises:
-          ValueError: Also if rows say that there were checkpoints, and none is left.
+          ValueError: If `open` raises it, if rows are damaged, or if a recipe has rows
+            but has lost its checkpoints.
         """
         run = cls.open(folder, overrides)
         run._drop_unsaved_rows()
@@ -133,16 +135,16 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path, overrides: Mapping[str, Any]) -> Self:
-        """Opens a run that no other process writes to; nothing of it is changed.
+        """Opens a run and locks its folder; its files stay as they are.
 
         Args:
           folder: The run's folder.
           overrides: Settings of the command line. They must equal the run's own, except
-            for more steps and for what affects no step that is done.
+            for more steps and for settings that do not affect steps already done.
 
         Raises:
-          ValueError: If there is no run in `folder`, its files are damaged, or it has
-            other settings.
+          ValueError: If there is no run in `folder`, another process writes to it, its
+            files are damaged, or its settings differ from `overrides`.
         """
         if not (folder / _RUN).exists():
             raise ValueError(
@@ -159,7 +161,7 @@ class Run:
         return run
 
     def _change(self, overrides: Mapping[str, Any]) -> None:
-        """Takes over the settings that a resumed run may change."""
+        """Applies `overrides`; raises ValueError for settings that may not change."""
         for name, value in overrides.items():
             current = getattr(self.settings, name)
             if value != current and name not in _CHANGEABLE | _PLACES | {"steps"}:
@@ -168,8 +170,8 @@ class Run:
                     f"a resumed run keeps its settings, but {flag} {value!r} was given "
                     f"and {self.folder} has {current!r}"
                 )
-        # The command that a run was started with changes nothing, even if its budget
-        # has lowered the number of steps.
+        # Repeating the command that started the run changes nothing, even if its time
+        # budget has lowered the number of steps.
         repeated = (
             "minutes" in overrides and overrides.get("steps") == self.settings.steps
         )
@@ -202,12 +204,12 @@ class Run:
             raise ValueError(f"the data is not what {self.folder} was started with")
 
     def fix_steps(self, steps: int) -> None:
-        """Records the number of steps, for all recipes and for a resumed run."""
+        """Records the number of steps of all recipes in run.json."""
         self.steps = self.schedule_steps = steps
         self.record_changes()
 
     def checkpoints(self, recipe: Recipe) -> Checkpoints:
-        """Returns the recipe's checkpoints, a context manager.
+        """Returns a recipe's checkpoints, which are a context manager.
 
         Raises:
           FileNotFoundError: If the run's folder was moved or deleted.
@@ -218,14 +220,14 @@ class Run:
     def rows(self, log: Log) -> list[dict[str, Any]]:
         """Returns the rows of a log, without an incomplete last line.
 
-        A null is NaN in them.
+        Nulls become NaNs.
         """
         return [row for row, _ in read_rows(self.folder / f"{log}.jsonl")]
 
     def append(self, log: Log, recipe: Recipe) -> RowLog | NoRows:
-        """Opens a log for more rows of a recipe; a context manager.
+        """Opens a log to append rows of a recipe; returns a context manager.
 
-        health.jsonl exists only if there were or can be reports.
+        health.jsonl is created only if the settings ask for reports.
         """
         path = self.folder / f"{log}.jsonl"
         reports = self.settings.health_every is not None or path.exists()
@@ -233,10 +235,11 @@ class Run:
         return RowLog(path, recipe) if writes else NoRows(path)
 
     def _drop_unsaved_rows(self) -> None:
-        """Drops the rows of all logs after each recipe's checkpoint.
+        """Drops each recipe's rows after its latest checkpoint, from all logs.
 
         Raises:
-          ValueError: If the rows before it differ from the rows that were written.
+          ValueError: If earlier rows differ from what was written, or a recipe has lost
+            its checkpoints.
         """
         saved = {}
         for recipe in self.settings.recipes:
@@ -269,10 +272,11 @@ class Run:
     def _check_checkpoints(
         self, rows: Sequence[Mapping], saved: Mapping[str, int]
     ) -> None:
-        """Raises ValueError if a recipe has rows of saved steps but no checkpoint.
+        """Raises ValueError if a recipe without checkpoints has rows of too late steps.
 
-        A process that ends while it writes the first checkpoint leaves rows without
-        one, of no more steps than two checkpoints are apart.
+        A process can end while it is writing the first checkpoint. Then there are rows
+        of up to `2 * save_every` steps, because the second checkpoint waits for the
+        first.
         """
         for recipe in (recipe for recipe, last in saved.items() if not last):
             steps = [row["step"] for row in rows if row["recipe"] == recipe]
@@ -283,7 +287,7 @@ class Run:
                 )
 
     def _check_rows(self, rows: Sequence[Mapping], saved: Mapping[str, int]) -> None:
-        """Raises ValueError unless there is one row for each step that was saved."""
+        """Raises ValueError unless each recipe has one row for every saved step."""
         for recipe, last in saved.items():
             steps = [row["step"] for row in rows if row["recipe"] == recipe]
             if steps != list(range(1, last + 1)):
@@ -297,7 +301,8 @@ class Run:
 def check_unused(folder: Path) -> None:
     """Raises ValueError if a new run in `folder` could overwrite something.
 
-    A start that was killed may have left a lock, a tokenizer and part of run.json.
+    Files that a killed start may have left do not count: a lock, a tokenizer, and part
+    of run.json.
     """
     if folder.exists() and (
         not folder.is_dir() or {p.name for p in folder.iterdir()} - _LEFTOVERS
@@ -309,7 +314,7 @@ def check_unused(folder: Path) -> None:
 
 
 def _locked(folder: Path) -> int:
-    """Returns the descriptor of a locked file; the lock ends when it is closed.
+    """Locks a folder; returns a file descriptor, and closing it ends the lock.
 
     Raises:
       ValueError: If another process has the lock.
@@ -337,7 +342,7 @@ def _write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_settings(folder: Path) -> Settings:
-    """Returns the settings of a run, which another process may write to.
+    """Returns the settings of a run, even while another process writes to it.
 
     Raises:
       ValueError: If there is no run in `folder`, or its run.json is damaged.
@@ -387,6 +392,6 @@ def _check_record(record: Mapping[str, Any], kind: type[Settings]) -> None:
     for name in ("data", "command"):
         if not isinstance(record[name], str):
             raise ValueError(f"{name} must be a string, got {record[name]!r:.100}")
-    # A run has no other file, and reading some files of a machine never ends.
+    # A run has no other files, and reading a file such as /dev/zero would never end.
     if not isinstance(files, dict) or not files.keys() <= _LEFTOVERS:
         raise ValueError(f"files must be of the run, got {files!r:.100}")

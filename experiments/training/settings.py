@@ -29,9 +29,9 @@ _NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(OptimizerSettings):
-    """All settings that decide what a run computes; one JSON object in its folder.
+    """All settings that decide what a run computes, stored as JSON in its folder.
 
-    Settings of the optimizer are `OptimizerSettings`.
+    The optimizer's settings are inherited from `OptimizerSettings`.
 
     Attributes:
       preset: Name of the preset that gives the model's shape and default settings.
@@ -58,18 +58,21 @@ class Settings(OptimizerSettings):
         budget.
       seq_len: Tokens per sequence.
       accumulate: Microbatches of a step. Their gradients are summed.
+      release: Whether the optimizer runs inside the backward pass, layer by layer, so
+        that gradients take little memory: "no", "clip" with a second backward pass for
+        the global norm, or "once" without clipping.
       eval_every: Steps between validations; the last step always has one.
       eval_batches: Batches per validation.
       save_every: Steps between checkpoints; the last step always has one.
       keep: Number of checkpoints kept. A resumed run falls back to an older one if the
         newest is damaged.
-      bad_step: Answer to a step with a loss that is NaN or a spike, or with a gradient
-        that is not finite: "stop", "skip" its update, or "rollback" to the latest
-        checkpoint and go on with the batches that follow.
+      bad_step: Reaction to a step with a loss that is NaN or a spike, or with a
+        gradient that is not finite: "stop", "skip" its update, or "rollback" to the
+        latest checkpoint and continue with the batches that follow.
       spike: A loss is a spike above this multiple of the median of the recipe's last 50
-        losses; None means that no finite loss is one.
+        losses; None means that no finite loss is a spike.
       health_every: Steps between reports of amax, saturation and underflow; None means
-        that there are none.
+        no reports.
     """
 
     preset: str
@@ -99,8 +102,8 @@ class Settings(OptimizerSettings):
     spike: float | None = None
     health_every: int | None = None
 
-    # The recipes that round BF16 parameters stochastically. It is no setting, so it has
-    # no annotation.
+    # The recipes that can round BF16 parameters stochastically. Without an annotation
+    # this name is no field of the dataclass.
     rounds = COAT_RECIPES
 
     def __post_init__(self) -> None:
@@ -166,7 +169,7 @@ class Settings(OptimizerSettings):
         return {name: size for name, size in sizes.items() if size is not None}
 
     def _check_release(self) -> None:
-        """Raises ValueError for settings that need all gradients at once."""
+        """Raises ValueError if `release` meets settings that need all gradients."""
         if self.release == "no":
             return
         needs = {"accumulate": 1, "scaling": "just_in_time", "health_every": None}
@@ -184,7 +187,7 @@ class Settings(OptimizerSettings):
 
     @property
     def text_vocab_size(self) -> int | None:
-        """Vocabulary size of a BPE, or else `vocab_size`."""
+        """Vocabulary size of text: `vocab_size`, by default 16,384 for a BPE."""
         return self.vocab_size or (_BPE_VOCAB_SIZE if self.tokenizer == "bpe" else None)
 
     @classmethod
@@ -197,7 +200,7 @@ class Settings(OptimizerSettings):
         """Returns settings from their JSON object, where tuples became lists.
 
         Raises:
-          ValueError: If `values` is anything else.
+          ValueError: If `values` is no such object, or has an invalid setting.
         """
         if not isinstance(values, dict):
             raise ValueError(f"settings must be an object, got {values!r:.100}")
@@ -216,7 +219,7 @@ class Settings(OptimizerSettings):
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Returns whether a value from JSON is of a setting's type."""
+    """Returns whether a value from JSON has a setting's type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         return isinstance(value, tuple) and all(_is_of(x, args[0]) for x in value)
@@ -275,7 +278,7 @@ def _large(preset: str, steps: int, batch_size: int, seq_len: int, lr: float) ->
     )
 
 
-# Published shapes: steps, sequences of a step, their tokens and the peak rate.
+# Published shapes: steps, batch size, sequence length and peak learning rate.
 _LARGE = {
     "124m": (10_000, 32, 1024, 6e-4),
     "300m": (10_000, 32, 1024, 4e-4),
@@ -340,7 +343,8 @@ def _shape(settings: Settings) -> llama.LlamaConfig:
     """Returns the preset's shape with the sizes that the settings name.
 
     Raises:
-      ValueError: If heads do not divide the hidden size, or each other.
+      ValueError: If the size of a head is not an even integer, or `heads` is not a
+        multiple of `kv_heads`.
     """
     model = PRESETS[settings.preset].model
     if not settings.sizes:

@@ -1,4 +1,4 @@
-"""Speeds of a training: tokens a second, and the share of the chip's peak."""
+"""Speed of a training: FLOPs of a token, and the share of the device's peak FLOP/s."""
 
 import jax
 
@@ -18,15 +18,15 @@ PEAKS = {
 def flops_per_token(config: llama.LlamaConfig, seq_len: int) -> int:
     """Returns the FLOPs of a model's matmuls for one token, forward and backward.
 
-    Weights count six times: a multiplication and an addition, in forward and twice in
-    backward. The head is a weight, the embedding is not. A token attends to half of the
-    sequence in the mean. Recomputation is no work of the model.
+    Each weight counts six FLOPs: a multiplication and an addition, once in forward and
+    twice in backward. The output head counts as a weight, the embedding does not. A
+    token attends to half of the sequence on average. Recomputation is not counted.
     """
     head_dim = config.size_of_heads
     attended = config.num_heads * head_dim
     heads = config.num_heads + 2 * config.num_kv_heads
     experts, hidden_layer = config.experts, 3 * config.intermediate_size
-    if experts is not None:  # A token's own, and the router.
+    if experts is not None:  # The experts of a token, and the router.
         hidden_layer = experts.choices * hidden_layer + experts.num_experts
     layer = config.hidden_size * (heads * head_dim + attended + hidden_layer)
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
@@ -36,9 +36,9 @@ def flops_per_token(config: llama.LlamaConfig, seq_len: int) -> int:
 def utilization(
     tokens_per_s: float, flops_per_token: int, devices: int
 ) -> float | None:
-    """Returns the model's FLOP/s as a part of the devices' BF16 peak.
+    """Returns the model's FLOP/s as a fraction of the devices' BF16 peak.
 
-    It may exceed 1 with FP8 matmuls. None means that the device's peak is not known.
+    The fraction may exceed 1 with FP8 matmuls. None means that the peak is not known.
 
     Args:
       tokens_per_s: The tokens a second of all devices.

@@ -35,9 +35,9 @@ class Metrics(NamedTuple):
       loss: Mean training loss, in nats.
       grad_norm: Global norm of the gradient before clipping.
       grad_norms: Norm of each parameter's gradient, in the order of
-        `ModelTrainer.parameter_names`. Steps with `release="once"` do not know norms:
-        this is empty, and `grad_norm` NaN.
-      ok: Whether the loss is within the step's limit and the gradient's norm finite.
+        `ModelTrainer.parameter_names`. Steps with `release="once"` compute no norms:
+        `grad_norms` is empty, and `grad_norm` is NaN.
+      ok: Whether the loss is within the step's limit and the gradient's norm is finite.
       reports: The reports of `ModelTrainer.reports`, if the step makes them.
       routing: The loads and auxiliary losses of experts; None without experts.
     """

@@ -9,6 +9,9 @@ All recipes train the same model on the same data. They differ in precision:
 | `coat`       | FP8           | FP8, BF16 in attention  | FP8, expanded  |
 | `coat_max`   | FP8           | FP8                     | FP8, expanded  |
 | `coat_block` | FP8, blocks   | FP8, BF16 in attention  | FP8, expanded  |
+
+In `coat_block`, the operands of matmuls have a scale per block. "Expanded" moments are
+stored with the paper's dynamic range expansion.
 """
 
 import abc
@@ -44,8 +47,8 @@ class ModelTrainer(abc.ABC):
     """A compiled training step of one recipe, for any model.
 
     Args:
-      settings: Settings of the training, which have `accumulate`, `rounding` and
-        `bad_step`, too.
+      settings: `OptimizerSettings` that also have `accumulate`, `rounding` and
+        `bad_step`.
       recipe: The recipe.
       steps: Length of the training, which sets the learning rate schedule.
       optimizer: The optimizer; None means the recipe's.
@@ -103,7 +106,7 @@ class ModelTrainer(abc.ABC):
     ) -> tuple[Float32[Array, ""], Routing | None]:
         """Computes the loss to train with, and the routing of experts if there are any.
 
-        By default it is `loss`.
+        By default this is `loss`, without routing.
         """
         return self.loss(params, histories, batch), None
 
@@ -113,24 +116,27 @@ class ModelTrainer(abc.ABC):
         """The shapes, dtypes and placement of a batch."""
 
     def reports(self, state: TrainState, batch: Any, grads: nnx.State) -> Reports:
-        """Returns reports of amax, saturation and underflow; a model may have none."""
+        """Returns reports of amax, saturation and underflow; by default none."""
         del state, batch, grads
         return {}
 
     def placed(self, batch: Any, size: int) -> Any:
-        """Returns a batch of `size` rows, from all rows or from this process's."""
+        """Places a batch of `size` rows on the devices.
+
+        `batch` has all rows, or only the rows of this process.
+        """
         del size
         return jax.tree.map(jnp.asarray, batch)
 
     def merged(self, params: nnx.State, others: nnx.State = EMPTY) -> Any:
-        """Returns the model with these parameters and these other variables."""
+        """Returns the model with parameters `params` and other variables `others`."""
         return nnx.merge(self._graphdef, params, others)
 
     @cached_property
     def constants(self) -> nnx.State:
         """The variables that no step changes, such as frozen weights.
 
-        They are neither in a state nor in its checkpoints.
+        They are not part of a `TrainState`, so checkpoints do not store them.
         """
         if not jax.tree.leaves(self._constant):
             return EMPTY
@@ -149,7 +155,7 @@ class ModelTrainer(abc.ABC):
         )
 
     def others(self, state: TrainState) -> nnx.State:
-        """Returns all variables of the model that are no parameters."""
+        """Returns all variables of the model except parameters."""
         return nnx.merge_state(state.histories, self.constants)
 
     def shares(self, batch: Any, count: int) -> Float32[Array, " count"]:
@@ -178,7 +184,7 @@ class ModelTrainer(abc.ABC):
     def init(self, seed: int) -> TrainState:
         """Returns the state before the first step, which depends on the seed alone.
 
-        BF16 parameters are the float32 ones, rounded.
+        BF16 parameters are rounded from float32 ones.
         """
         return self._compiled_init(seed)
 
@@ -197,9 +203,9 @@ class ModelTrainer(abc.ABC):
     ) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step; `state` is donated.
 
-        A step is `ok` if its loss is at most `limit` and its gradient's norm finite.
-        With `bad_step="skip"` in the settings, a step that is not returns the state as
-        it was.
+        A step is `ok` if its loss is at most `limit` and its gradient's norm is finite.
+        With `bad_step="skip"` in the settings, a step that is not `ok` returns the
+        state unchanged.
 
         Args:
           state: The state before the step.
@@ -233,7 +239,7 @@ class ModelTrainer(abc.ABC):
         return run
 
     def moment_rows(self, state: TrainState) -> list[dict[str, Any]]:
-        """Returns the rows of `coat.moment_report`; none if the moments are float32."""
+        """Returns the rows of `coat.moment_report`; empty if moments are float32."""
         if not self._optimizer.fused:
             return []
         return coat.moment_report(state.opt_state).rows()
@@ -245,7 +251,7 @@ class ModelTrainer(abc.ABC):
     def saved_activation_bytes(self) -> int:
         """Returns the bytes that forward saves for backward, on all devices together.
 
-        They belong to one microbatch.
+        They are counted for one microbatch.
         """
         state = self.abstract_state()
         parts = self._settings.accumulate
@@ -258,7 +264,7 @@ class ModelTrainer(abc.ABC):
         return report.nbytes
 
     def step_bytes(self) -> int:
-        """Returns the memory of the compiled step on a device, with its arguments."""
+        """Returns the bytes of the compiled step on a device, with its arguments."""
         return peak_bytes(self.compiled[0])
 
     @cached_property
@@ -303,7 +309,7 @@ class ModelTrainer(abc.ABC):
     def _reported(
         self, state: TrainState, batch: Any, grads: nnx.State, constants: nnx.State
     ) -> Reports:
-        """Returns the reports of a step, in which constants are among the histories."""
+        """Returns `reports`, called with `constants` added to the state's histories."""
         others = nnx.merge_state(state.histories, constants)
         return self.reports(state._replace(histories=others), batch, grads)
 
@@ -345,7 +351,7 @@ class ModelTrainer(abc.ABC):
     def _gradients(
         self, state: TrainState, batch: Any, constants: nnx.State
     ) -> tuple[tuple[Float32[Array, ""], Routing | None], nnx.State, nnx.State]:
-        """Computes the loss with the routing, its gradients and the next histories."""
+        """Returns (loss, routing), the gradients of the loss, and next histories."""
 
         def loss_of(params, histories, batch):
             others = nnx.merge_state(histories, constants)

@@ -7,14 +7,14 @@ from typing import Self
 
 from tqdm import tqdm
 
-_SECONDS = 30.0  # Between two lines.
+_SECONDS = 30.0  # Seconds between two lines.
 
 
 class StepBar:
-    """Shows the steps of a recipe while they are done.
+    """A display of the progress of a recipe's training, step by step.
 
-    On a terminal there is a bar, on standard error. Where standard output is no
-    terminal it gets a line with the first and the last step, and every half minute:
+    On a terminal it draws a bar on standard error. If standard output is no terminal,
+    it prints a line there for the first and the last step, and every half minute:
 
       coat: step 120 of 600, 20%, loss 2.345, tokens/s 12,345, 01:23 left
 
@@ -22,7 +22,7 @@ class StepBar:
       recipe: The recipe.
       steps: The number of the last step.
       done: The number of steps that are done already.
-      enabled: Whether anything is shown. Of several processes one shows it.
+      enabled: Whether anything is shown; False in all but one of several processes.
       clock: A function that returns seconds.
     """
 

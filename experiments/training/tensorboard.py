@@ -1,10 +1,10 @@
-"""A run's rows for TensorBoard, one folder of events a recipe.
+"""Writes a run's rows as events for TensorBoard, in one folder per recipe.
 
     uv run python -m experiments.pretrain --tensorboard
     tensorboard --logdir runs
 
-The events repeat the numbers of metrics.jsonl, moments.jsonl and health.jsonl. These
-files are the run's record, and a resumed run reads them alone.
+The events repeat the numbers of metrics.jsonl, moments.jsonl and health.jsonl. A
+resumed run reads these files, and not the events.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ _NOT_NAMES = ("recipe", "step")
 
 
 class Board:
-    """The events of a recipe, from a step on; a context manager.
+    """A writer of a recipe's events from some step on; a context manager.
 
     Args:
       folder: The folder of the events.
@@ -33,9 +33,10 @@ class Board:
         self._open(step)
 
     def _open(self, step: int) -> None:
-        from tensorboardX import SummaryWriter  # It is optional.
+        from tensorboardX import SummaryWriter  # An optional dependency.
 
-        # tensorboardX names files by seconds, and would overwrite one of this second.
+        # tensorboardX names files by seconds, and would overwrite a file of the same
+        # second.
         self._folder.mkdir(parents=True, exist_ok=True)
         number = len(list(self._folder.iterdir()))
         self._writer = SummaryWriter(
@@ -49,7 +50,7 @@ class Board:
         self._writer.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Writes the finite numbers of a row, under tags of its texts and its layer."""
+        """Writes the finite numbers of a row, under the tags that `scalars` returns."""
         for tag, value in scalars(row).items():
             self._writer.add_scalar(tag, value, row["step"])
 
@@ -62,7 +63,7 @@ class Board:
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Returns a row's finite numbers by tag.
 
-    A tag begins with the row's texts, which say what it is about.
+    A tag consists of the row's strings and layer, followed by the number's name.
 
     Examples:
       >>> scalars({"recipe": "coat", "step": 3, "loss": 2.5, "lr": 0.001})

@@ -1,8 +1,8 @@
 """Splits text into documents, and documents into tokens.
 
-The default corpus is real text that every machine with Python has: the source of
-Python's standard library. A document is a byte string. It is tokenized as bytes or by a
-trained BPE, and a separator token follows it.
+The default corpus is real text that comes with Python: the source of the standard
+library. A document is a byte string. It is tokenized as bytes or by a trained BPE, and
+a separator token follows it.
 """
 
 import codecs
@@ -43,16 +43,16 @@ def standard_library() -> Iterator[bytes]:
 def read_documents(files: Iterable[Path], *, utf_8: bool) -> Iterator[bytes]:
     """Yields one document per line of .jsonl files, and one per other text file.
 
-    A byte order mark of UTF-8 is no part of a document. If a line of .jsonl has several
-    keys "text", the last one counts.
+    A byte order mark of UTF-8 is not part of a document. If a line of .jsonl has
+    several keys "text", the last one counts.
 
     Args:
       files: Text files.
       utf_8: Whether documents must be UTF-8. Otherwise bytes are read as they are.
 
     Raises:
-      ValueError: If a line of a .jsonl file is no object with a string "text", or if a
-        document is not UTF-8 though it must be.
+      ValueError: If a line of a .jsonl file is not an object with a string "text", or
+        if `utf_8` is true and a document is not UTF-8.
     """
     for path in files:
         lines = path.suffix.lower() == ".jsonl"
@@ -65,8 +65,8 @@ def read_documents(files: Iterable[Path], *, utf_8: bool) -> Iterator[bytes]:
 def split_documents(documents: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
     """Returns documents for training and for validation.
 
-    A document's hash decides its side, and about one in twenty is for validation.
-    Equal documents are therefore on the same side. If one side would be empty, each
+    A document's hash decides its split, and about one in twenty is for validation.
+    Equal documents are therefore in the same split. If a split would be empty, each
     document is cut instead, and its last twentieth is for validation.
     """
     train, validation = [], []
@@ -106,18 +106,18 @@ def split_bytes(tokens: np.ndarray) -> list[np.ndarray]:
 
 
 def decode_bytes(piece: np.ndarray) -> bytes:
-    """Returns the text of a document, of which the last token is the separator."""
+    """Returns the bytes of a document's tokens, without the separator at the end."""
     return piece[:-1].astype(np.uint8).tobytes()
 
 
 def bpe_encoder(texts: Iterable[bytes], vocab_size: int, cache: Path) -> Encoder:
     """Returns the encoder of a byte-level BPE.
 
-    The BPE is read from the file `cache` if it exists. Otherwise it is trained on
-    `texts` and saved there.
+    The BPE is read from the file `cache` if this file exists. Otherwise the BPE is
+    trained on `texts` and saved as `cache`.
 
     Raises:
-      ValueError: If the file is no byte-level BPE of at most `vocab_size` tokens.
+      ValueError: If the file is not a byte-level BPE of at most `vocab_size` tokens.
     """
     # This import takes a second, and only "bpe" needs it.
     import tokenizers
@@ -164,7 +164,8 @@ def text_codec(vocab_size: int | None = None, cache: Path | None = None) -> Text
     """Returns the codec of bytes, or of the BPE that a run has saved in `cache`.
 
     Raises:
-      ValueError: If the file is no byte-level BPE of at most `vocab_size` tokens.
+      ValueError: If the file is not a byte-level BPE of at most `vocab_size` tokens, or
+        `vocab_size` is missing.
     """
     if cache is None:
         return TextCodec(
@@ -203,10 +204,10 @@ def _train_bpe(tokenizers, texts: Iterable[bytes], vocab_size: int):
 
 
 def _read_bpe(tokenizers, path: Path, vocab_size: int):
-    """Reads the vocabulary and the merges of a tokenizer, and nothing else of its file.
+    """Reads only the vocabulary and the merges of a tokenizer's file.
 
-    A tokenizer's file may have come with a run's folder, and may name patterns that
-    take for ever or steps that change the text. None of them is read.
+    The file may come from elsewhere. Its other entries could be regular expressions
+    that take for ever, or normalizers that change the text.
     """
     try:
         model = json.loads(path.read_bytes())["model"]
@@ -242,7 +243,7 @@ def _whole(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields the place and the text of each line that is not blank."""
+    """Yields the location and the field "text" of each line that is not blank."""
     with named(path), path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -259,7 +260,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _json_text(line: bytes) -> str | None:
     try:
-        # Python refuses to read integers of thousands of digits as such.
+        # Python refuses to read integers of thousands of digits as int.
         record = json.loads(line, parse_int=float)
     except (ValueError, RecursionError):
         return None

@@ -66,7 +66,7 @@ class Trainer(ModelTrainer):
         )
 
     def init(self, seed: int | None = None) -> TrainState:
-        """Returns the state before the first step, by default of the settings' seed."""
+        """Returns the state before the first step; None means the settings' seed."""
         return super().init(self._settings.seed if seed is None else seed)
 
     def new_model(self, rngs: nnx.Rngs) -> llama.Llama:
@@ -110,7 +110,10 @@ class Trainer(ModelTrainer):
     def placed(
         self, batch: Int32[np.ndarray, "rows length+1"], size: int
     ) -> Int32[Array, "batch length+1"]:
-        """Returns a batch of `size` rows, from all rows or from this process's."""
+        """Places a batch of `size` rows on the devices.
+
+        `batch` has all rows, or only the rows of this process.
+        """
         if self.mesh is None:
             return jnp.asarray(batch)
         rows = np.arange(size)
@@ -124,13 +127,13 @@ class Trainer(ModelTrainer):
         return speed.flops_per_token(self.config, self._settings.seq_len)
 
     def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
-        """Returns the mean loss in nats per token, over batches of one size."""
+        """Returns the mean loss in nats per token, over batches of equal size."""
         where = state.params, self.others(state)
         losses = [self._evaluate(*where, self.placed(b, len(b))) for b in batches]
         return math.fsum(map(float, losses)) / len(losses)
 
     def evaluate_in_bf16(self, state: TrainState, batches: list[np.ndarray]) -> float:
-        """Returns the loss of the same parameters where all matmuls are BF16.
+        """Returns the mean loss of a state's parameters with all matmuls in BF16.
 
         Trained models are often used in this way.
         """
@@ -149,7 +152,7 @@ class Trainer(ModelTrainer):
     ) -> Float32[np.ndarray, " b"]:
         """Returns the log-likelihood of each sequence's `last` tokens, in nats.
 
-        It is conditioned on the tokens before them.
+        The log-likelihood is conditioned on the tokens before the last ones.
         """
         placed = self.placed(tokens, len(tokens))
         likelihoods = self._likelihoods(state.params, self.others(state), placed, last)

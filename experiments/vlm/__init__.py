@@ -1,1 +1,1 @@
-"""Vision-language models: recipes on one model that answers questions on pictures."""
+"""Compares recipes on a vision-language model that answers questions on pictures."""

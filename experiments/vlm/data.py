@@ -31,7 +31,7 @@ class Vocabulary:
         """Returns the tokens of words with spaces between them.
 
         Raises:
-          ValueError: If there is no such word.
+          ValueError: If a word is not in the vocabulary.
         """
         for word in (words := text.split()):
             if word not in self._ids:
@@ -66,7 +66,7 @@ class Examples(NamedTuple):
       scenes: The annotations.
       images: The image of each scene.
       questions: The questions.
-      which: The scene of each question.
+      which: The index of each question's scene.
       tokens: The tokens of each question, as in a `Batch`.
       is_answer: Whether each token belongs to an answer.
     """
@@ -79,7 +79,7 @@ class Examples(NamedTuple):
     is_answer: Bool[np.ndarray, "m length"]
 
     def batch(self, chosen: Int[np.ndarray, " b"]) -> Batch:
-        """Returns some questions with their images."""
+        """Returns the questions with the indices `chosen`, and their images."""
         images = self.images[self.which[chosen]]
         return Batch(images, self.tokens[chosen], self.is_answer[chosen])
 
@@ -89,9 +89,9 @@ class Data(NamedTuple):
 
     Attributes:
       vocabulary: The vocabulary.
-      train: The examples for training, with a question of each kind about each scene.
-      test: The examples for tests, with one question about each scene. All kinds are
-        equally often among them.
+      train: The examples for training, with a question about each scene of every kind
+        that the scene allows.
+      test: The examples for tests, with one question about each scene; kinds alternate.
     """
 
     vocabulary: Vocabulary
@@ -109,10 +109,10 @@ class _Source(NamedTuple):
 
 
 def make(settings: VlmSettings) -> Data:
-    """Draws and renders the scenes of a run; they depend on the settings alone.
+    """Draws and renders a run's scenes, which depend on the settings alone.
 
     Raises:
-      ValueError: If the settings have no such scenes.
+      ValueError: If drawings would have fewer than 8 pixels in height and width.
     """
     source = _source(settings)
     numbered = _all_kinds(settings, source.train, source.known)
@@ -121,7 +121,7 @@ def make(settings: VlmSettings) -> Data:
 
 
 def make_test(settings: VlmSettings) -> Examples:
-    """Returns the examples for tests of `make`, without those for training."""
+    """Returns the same examples for tests as `make`, without examples for training."""
     return _test(settings, _source(settings))
 
 
@@ -160,7 +160,7 @@ def _examples(
 
 
 def batches(data: Data, settings: VlmSettings, seed: int) -> Iterator[Batch]:
-    """Yields batches of training questions without end, in a new order each epoch."""
+    """Yields endless batches of training questions, in a new order each epoch."""
     rng = np.random.default_rng((settings.data_seed, 2, seed))
     size, total = settings.batch_size, len(data.train.questions)
     while True:
@@ -170,7 +170,7 @@ def batches(data: Data, settings: VlmSettings, seed: int) -> Iterator[Batch]:
 
 
 def prompt_length(is_answer: Bool[np.ndarray, "*b length"]) -> Int[np.ndarray, "*b"]:
-    """Returns the number of tokens in front of the answer."""
+    """Returns the number of tokens before the answer."""
     return np.argmax(is_answer, axis=-1)
 
 
@@ -180,7 +180,7 @@ _Numbered = tuple[int, Scene, Question]
 def _all_kinds(
     settings: VlmSettings, pool: pictures.Pictures, names: list[str]
 ) -> Iterator[_Numbered]:
-    """Yields questions of all kinds about each scene, with the scene's number."""
+    """Yields each scene's index, the scene, and a question of each possible kind."""
     rng = np.random.default_rng((settings.data_seed, 3))
     for index in range(settings.train_scenes):
         scene = scenes.draw_scene(rng, pool, settings.grid, settings.most_things)
@@ -192,7 +192,7 @@ def _all_kinds(
 def _kinds_in_turn(
     settings: VlmSettings, pool: pictures.Pictures, names: list[str]
 ) -> Iterator[_Numbered]:
-    """Yields one question about each scene, with the scene's number."""
+    """Yields each scene's index, the scene, and one question; kinds alternate."""
     rng = np.random.default_rng((settings.data_seed, 4))
     for index in range(settings.test_questions):
         question = None

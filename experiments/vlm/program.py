@@ -7,9 +7,9 @@ The model is a ViT encoder, a projector and a Llama decoder, all in one recipe. 
 scenes that are composed of drawings, handwritten digits and photographs, which
 installed packages ship, and learns captions and answers to questions that follow from
 their annotations. All recipes train from the same initializations on the same batches.
-They are asked questions about scenes that no training saw, and differences to BF16 are
-taken question by question. The results file is written after each training; the same
-command trains what it lacks.
+The trained models answer questions about scenes that no training saw, and differences
+to BF16 are taken question by question. The results file is written after each training;
+the same command runs the trainings that the file lacks.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the program's parser; a flag of None leaves the preset's value."""
+    """Returns the program's parser; a flag that is None keeps the preset's value."""
     top = new_parser("experiments.vlm", __doc__)
     add = top.add_argument
     add("--preset", choices=PRESETS, default="cpu", help="shape and settings (cpu)")
@@ -101,12 +101,12 @@ def read_settings(flags: dict[str, Any]) -> VlmSettings:
 
 
 class Study:
-    """The trainings of a results file, and those that it lacks.
+    """The trainings with the settings' recipes and seeds, and their results file.
 
     Args:
       settings: The settings.
-      out: The results file, which is written after each training. The trainings that it
-        holds already are not repeated. None writes no file.
+      out: The results file, which is written after each training. Trainings in the file
+        are not repeated. None writes no file.
 
     Raises:
       ValueError: If `out` has trainings with other settings.
@@ -132,7 +132,7 @@ class Study:
         return data.make(self._settings)
 
     def train_missing(self) -> None:
-        """Runs the trainings without a row, and writes the row of each."""
+        """Runs the trainings without a row in the results, and writes their rows."""
         missing, steps = self.missing(), self._settings.steps
         with tqdm(total=len(missing) * steps, unit="step", disable=None) as bar:
             for recipe, seed in missing:
@@ -151,7 +151,7 @@ class Study:
         ]
 
     def train(self, recipe: Recipe, seed: int, bar: tqdm) -> None:
-        """Runs one training, answers the test's questions, and keeps both."""
+        """Runs one training, and records its results and its answers to the test."""
         words = len(self.data.vocabulary.words)
         if recipe not in self._trainers:
             self._trainers[recipe] = new_trainer(self._settings, recipe, words)
@@ -201,7 +201,7 @@ class Study:
         }
 
     def write(self) -> None:
-        """Writes the results file, with all trainings that it has."""
+        """Writes the results file, with all trainings so far."""
         if self._out is None:
             return
         summary = summarize(self._rows)
@@ -237,7 +237,7 @@ def show(study: Study, out: Path) -> None:
 def _fit(
     trainer: VlmTrainer, settings: VlmSettings, dataset: Data, seed: int, bar: tqdm
 ) -> tuple[TrainState, np.ndarray, float]:
-    """Trains one model; returns it, the loss of each step, and the seconds taken."""
+    """Trains one model; returns the state, the loss of each step, and the seconds."""
     state, losses = trainer.init(seed), []
     stream = data.batches(dataset, settings, seed)
     _ = trainer.compiled  # Compiling is not training.
@@ -253,7 +253,7 @@ def _fit(
 def _captions(
     trainer: VlmTrainer, state: TrainState, dataset: Data, recipe: Recipe
 ) -> list[Row]:
-    """Returns the captions of the first scenes that the test asks captions of."""
+    """Returns a model's captions for the first test questions of the kind "caption"."""
     step, offset = len(KINDS), KINDS.index("caption")
     chosen = np.arange(offset, len(dataset.test.questions), step)[:_CAPTIONS]
     batch: Batch = dataset.test.batch(chosen)

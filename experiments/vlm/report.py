@@ -21,7 +21,7 @@ from experiments.vlm.pictures import CREDIT
 from experiments.vlm.questions import KINDS
 
 Results = Mapping[str, Any]
-# Bars need as many questions and seeds; smaller runs are for show.
+# The numbers of questions and seeds without which a run has no bars.
 _QUESTIONS, _SEEDS = 2000, 3
 _MOST_POINTS = 2.0
 
@@ -119,7 +119,7 @@ def bars(summary: Sequence[Mapping[str, Any]]) -> list[Bar]:
 
 
 def draw_losses(results: Results) -> Figure:
-    """Draws training losses by recipe, means over seeds, and gaps to `bf16` below."""
+    """Draws training losses by recipe, averaged over seeds, above gaps to `bf16`."""
     title = "Loss of answers while training"
     return draw_curves(results["curves"], title, "nats a token")
 
@@ -143,7 +143,7 @@ def draw_accuracies(results: Results) -> Figure:
 
 
 def draw_questions(examples: Examples, count: int = 6) -> Figure:
-    """Draws scenes with a question and its answer, the first `count` questions."""
+    """Draws the scenes of the first `count` questions, with questions and answers."""
     texts = [
         f"{q.question}?\n{textwrap.fill(q.answer, 30)}"
         for q in examples.questions[:count]

@@ -1,9 +1,9 @@
 """Scenes: pictures on colored tiles in a grid, in front of a part of a photograph.
 
-A scene is its annotation; `render` makes an image of it. The things of a scene, and the
-cells in which they stand, decide whether it is for training or for tests. So no scene
-for training has the same things in the same cells as a scene for tests. Its handwriting
-and its part of a photograph are new as well.
+A scene is an annotation; `render` makes an image of it. The things of a scene, and the
+cells in which they stand, decide whether the scene is for training or for tests. No
+scene for training therefore has the same things in the same cells as a scene for tests.
+Scenes for tests have new handwriting and new parts of photographs, too.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "white": (0.97, 0.97, 0.97),
 }
 MOST_DIGITS = 3
-# The pixels around a picture in its cell, in which it moves.
+# The pixels by which a cell is larger than a picture, so that its position can vary.
 MARGIN = 4
 _PLACES = {
     2: ("top left", "top right", "bottom left", "bottom right"),
@@ -33,10 +33,10 @@ _PLACES = {
         *("bottom left", "bottom", "bottom right"),
     ),
 }
-# One of as many scenes is for tests.
+# One in so many scenes is for tests.
 _TEST_SHARE = 5
 _DIGIT_SHARE = 0.3
-# The part of a photograph that is left when white lies over it.
+# The weight of photographs, which are blended with white.
 _PHOTO_STRENGTH = 0.6
 
 
@@ -47,7 +47,7 @@ class Thing:
     Attributes:
       name: The drawing's name, or the digit.
       category: The drawing's category, or "digit".
-      color: The color of its tile.
+      color: The color of the thing's tile.
       cell: The cell of the grid, counted row by row.
     """
 
@@ -63,7 +63,7 @@ class Scene:
 
     Attributes:
       grid: The number of cells in a row, and of rows.
-      things: The things, by cell; no two have one name.
+      things: The things, in the order of their cells. All names are different.
     """
 
     grid: int
@@ -77,7 +77,7 @@ class Scene:
 
     @property
     def digits(self) -> list[int]:
-        """The values of its digits."""
+        """The values of the scene's digits."""
         return [int(x.name) for x in self.things if x.category == DIGIT]
 
 
@@ -95,7 +95,7 @@ def places(grid: int) -> tuple[str, ...]:
 def draw_scene(
     rng: np.random.Generator, pictures: Pictures, grid: int, most_things: int
 ) -> Scene:
-    """Draws a scene, for tests if `pictures` are."""
+    """Draws a scene, for tests if `pictures` are for tests."""
     while True:
         scene = _any_scene(rng, pictures, grid, most_things)
         if scene.is_test == pictures.is_test:
@@ -142,7 +142,7 @@ def render(
 def _background(
     rng: np.random.Generator, pictures: Pictures, size: int
 ) -> Float32[np.ndarray, "size size 3"]:
-    """Returns a part of a photograph under a veil of white."""
+    """Returns a random part of a photograph, blended with white."""
     photo = pictures.photographs[rng.integers(len(pictures.photographs))]
     side = int(rng.integers(min(photo.shape[:2]) // 3, min(photo.shape[:2])))
     top, left = (int(rng.integers(n - side + 1)) for n in photo.shape[:2])

@@ -10,7 +10,7 @@ from coat_jax.models import llama, vit, vlm
 from experiments.training.optimizer import OptimizerSettings
 from experiments.vlm.scenes import MARGIN, places
 
-# The words of a caption's question, and of a thing in a caption, at most.
+# The largest numbers of words of a caption's question, and of a thing in a caption.
 _QUESTION, _THING = 3, 9
 _POSITIVE = ("seeds", "steps", "batch_size", "lr", "clip_norm", "test_questions")
 _POSITIVE += ("train_scenes", "most_things", "names_per_category")
@@ -20,8 +20,8 @@ class VlmShape(NamedTuple):
     """A model's shape; `model_config` sets its vocabulary and its recipes.
 
     Attributes:
-      vision: The encoder; images have as many pixels as it says.
-      text: The decoder.
+      vision: The config of the encoder, which also sets the size of images.
+      text: The config of the decoder.
       merge_size: The side of the square of patches that becomes an image token.
     """
 
@@ -63,18 +63,20 @@ SHAPES: dict[str, VlmShape] = {
 class VlmSettings(OptimizerSettings):
     """All settings that decide what a run computes.
 
-    Settings of the optimizer are `OptimizerSettings`; sequences are questions.
+    The optimizer's settings are inherited from `OptimizerSettings`. Each sequence of a
+    batch is one question.
 
     Attributes:
       preset: Name of the preset that gives the model's shape and default settings.
-      recipes: Recipes to train with; "bf16" is the first, which the others are compared
-        with.
+      recipes: Recipes to train with. The first is "bf16", with which the other recipes
+        are compared.
       seeds: Number of trainings of each recipe, with the seeds 0, 1, ...
       data_seed: Seed of the scenes and questions, which all trainings share.
       grid: Number of cells in a row of a scene, and of rows.
       most_things: Largest number of things in a scene.
       names_per_category: Number of drawings of each category.
-      train_scenes: Number of scenes for training, each with a question of every kind.
+      train_scenes: Number of scenes for training, each with a question of every kind
+        that the scene allows.
       test_questions: Number of questions for tests, each about a scene of its own.
     """
 
@@ -90,8 +92,8 @@ class VlmSettings(OptimizerSettings):
     warmup_steps: int = 200
     weight_decay: float = 0.05
 
-    # Settings of every training, which have one value here. They have no annotation, so
-    # that they are no fields.
+    # Settings that `ModelTrainer` reads, with fixed values. Without annotations these
+    # names are no fields.
     accumulate = 1
     rounding = "nearest"
     bad_step = "stop"
@@ -136,7 +138,7 @@ class VlmSettings(OptimizerSettings):
 
     @property
     def length(self) -> int:
-        """The number of tokens of a sequence and of the target after it.
+        """The number of tokens of a sequence, which includes the last target.
 
         The number of input tokens is a multiple of four.
         """

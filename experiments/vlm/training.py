@@ -14,7 +14,7 @@ from experiments.training.step import ModelTrainer
 from experiments.vlm.data import END, IMAGE, PAD, Batch
 from experiments.vlm.settings import VlmSettings, model_config
 
-# The number of sequences of a batch with answers that are computed together.
+# The number of sequences that `evaluate` computes at a time.
 _ANSWERED = 240
 
 
@@ -24,7 +24,7 @@ class VlmTrainer(ModelTrainer):
     Args:
       config: The configuration of the model, with its recipe.
       settings: The settings of the training.
-      words: The number of words, including special ones.
+      words: The number of words, including special tokens.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class VlmTrainer(ModelTrainer):
     def evaluate(
         self, state: TrainState, batch: Batch
     ) -> tuple[float, Bool[np.ndarray, " b"]]:
-        """Returns the mean loss of the answers, and which of them are right.
+        """Returns the mean loss of the answers, and whether the model gets each right.
 
-        An answer is right if greedy decoding would write it, which is the case if each
-        of its tokens is the likeliest one after the tokens before it.
+        The model gets an answer right if greedy decoding would write the answer: if
+        each token of the answer is the likeliest one after the tokens before it.
         """
         losses, right, sizes = [], [], []
         for start in range(0, len(batch.tokens), _ANSWERED):
@@ -100,16 +100,16 @@ class VlmTrainer(ModelTrainer):
         prompts: Int[np.ndarray, " b"],
         count: int,
     ) -> Int32[np.ndarray, "b count"]:
-        """Writes answers by greedy decoding, which computes each sequence anew.
+        """Writes answers by greedy decoding, without a KV cache.
 
         Args:
           state: The state of the training.
-          batch: Sequences, of which only the prompts are read.
+          batch: Sequences; only their prompts are read.
           prompts: The number of tokens of each prompt.
           count: The number of tokens to write.
 
         Raises:
-          ValueError: If sequences have no room for as many tokens.
+          ValueError: If sequences have no room for `count` tokens after the prompts.
         """
         room = batch.tokens.shape[1] - int(prompts.max())
         if count > room:

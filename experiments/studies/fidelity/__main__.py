@@ -5,8 +5,8 @@
 The command trains small models: `bf16`, and variants with one thing changed. All
 variants of a seed start from one initialization and read the data in one order, and the
 learning rate decays to zero. The results file is written after every training. The
-same command goes on where another one ended, or adds seeds and variants. At the end it
-prints the differences with 95% intervals, and draws them.
+same command continues where an earlier one ended, or adds seeds and variants. At the
+end it prints the differences with 95% intervals, and draws them.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def setup_of(args: argparse.Namespace) -> training.Setup:
     """Returns the settings of a command line.
 
     Raises:
-      ValueError: If a number is not positive.
+      ValueError: If a number is not positive, or `shared` is not in [0, 1).
     """
     settings = _PRESETS[args.preset] | {
         name: value
@@ -173,7 +173,7 @@ class Study:
         )
 
     def train(self, until: float) -> None:
-        """Runs the missing trainings, seed by seed; none starts after the time `until`.
+        """Runs the missing trainings, seed by seed; starts no training after `until`.
 
         A variant that fails is left out from then on.
 
@@ -211,15 +211,16 @@ class Study:
                     self._run(variant, both, seed, windows, bar)
 
     def _first(self, variant: Variant) -> Variant:
-        """Returns the variant with which a training begins."""
+        """Returns the variant that runs the first steps of a variant's training."""
         return VARIANTS[variant.reference] if self.setup.shared_steps else variant
 
     def _ready(
         self, variant: Variant, programs: Callable[[], training.Programs]
     ) -> training.Programs | None:
-        """Compiles a variant's programs; None if this, or a training, has failed.
+        """Returns a variant's compiled programs, or None if the variant has failed.
 
-        A failure is recorded in `errors`, and its variant is not tried again.
+        A failure to compile is recorded in `errors`, as failed trainings are, and the
+        variant is not tried again.
         """
         if variant.name in self.errors:
             return None
@@ -237,9 +238,9 @@ class Study:
         windows: tuple[jax.Array, jax.Array],
         bar: tqdm,
     ) -> None:
-        """Trains once, and writes the results with the new row.
+        """Runs one training, and writes the results with the new row.
 
-        `both` are the programs of the variant, and of the one with which it begins.
+        `both` holds the programs of the variant, and the programs of the first steps.
         """
         programs, of_first = both
         arguments = seed, windows, bar.update
@@ -249,7 +250,7 @@ class Study:
             start, end = self._start(variant.reference, of_first, *arguments)
             runs = set(map(summary.run_of, self.finished))
             if end and variant != reference and (reference.name, seed, end) not in runs:
-                # An earlier process trained it from another end of the shared steps.
+                # The reference has no training from this state after the shared steps.
                 pairs.insert(0, (reference, of_first))
                 bar.total += self.setup.steps - self.setup.shared_steps
             for trained, compiled in pairs:
@@ -274,9 +275,10 @@ class Study:
         windows: tuple[jax.Array, jax.Array],
         advance: Callable[[int], Any],
     ) -> tuple[training.State | None, str | None]:
-        """Returns the state after the shared steps, and its hash; None without them.
+        """Returns the state after the shared steps, and its hash.
 
-        The last one is kept for the next variant.
+        Both are None if no steps are shared.
+        The latest state is kept for the next variant.
         """
         if not self.setup.shared_steps:
             return None, None

@@ -1,10 +1,10 @@
-"""Joins results of processes that trained other seeds or variants with one setup.
+"""Joins results of processes that trained different seeds or variants with one setup.
 
     uv run python -m experiments.studies.fidelity.join a.json b.json --out ab.json
 
 The processes may run at the same time, each on a GPU and with a results file of its
-own. Device and versions come from the files, so that this can run anywhere. The joined
-file lists all their commits and commands, and this command.
+own. Device and versions come from the files, so this command can run anywhere. The
+joined file lists the commits and commands of all files, and this command.
 """
 
 import argparse
@@ -45,8 +45,8 @@ def joined(paths: Sequence[Path]) -> Results:
     """Returns the trainings of all files, as `write_results` takes them.
 
     Raises:
-      ValueError: If a file is no results file of this study, has other settings, data,
-        devices or packages than the first, or a training that another one has.
+      ValueError: If a file is not a results file of this study, has other settings,
+        data, devices or packages than the first file, or a training of another file.
     """
     files = [_read(path) for path in paths]
     first, rows = files[0], {}
@@ -80,7 +80,7 @@ def _read(path: Path) -> Results:
 
 
 def _common(results: Results) -> dict[str, Any]:
-    """Returns what must be equal in all files, by its name in messages."""
+    """Returns the values that must be equal in all files, by their names in errors."""
     packages = {k: v for k, v in results["versions"].items() if k != "commit"}
     shared = {name: results[name] for name in _SHARED}
     return shared | {"device": results["device"], "packages": packages}

@@ -1,7 +1,7 @@
-"""A small Llama that is made of any recipe's segments.
+"""A small Llama, with layers of any recipe.
 
-`coat_jax.models.llama` takes recipes by name, and the same one for all layers. Here
-recipes are objects, and the first and the last layer may have another one.
+`coat_jax.models.llama` takes recipes by name, and the same recipe for all layers. Here
+recipes are objects, and the first and the last layer may have another recipe.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def heads(self) -> Heads:
-        """The order of heads: each has a key and a value of its own."""
+        """The attention heads; each query head has its own key and value head."""
         count = self.hidden // self.head_dim
         return Heads(num_kv_heads=count, head_dim=self.head_dim, theta=10_000.0)
 

@@ -1,9 +1,9 @@
-"""Matmuls in BF16 with some operands rounded to 8 bits, to measure each one's cost.
+"""Matmuls in BF16 with some operands rounded to 8 bits, to measure each operand's cost.
 
 The FP8 recipes have no switch for a single operand. Here an operand is quantized by
-`coat.quantize` and dequantized, and the matmul runs in BF16. With scales of powers of
-two (one for a tensor) the rounded numbers are exact in BF16; with other scales BF16
-adds an error of 2**-9, where E4M3's is 2**-4. Sums are float32 in both.
+`coat.quantize` and dequantized, and the matmul runs in BF16. A scale for a tensor is a
+power of two, so the rounded numbers are exact in BF16. With other scales, BF16 adds a
+relative error of 2**-9, next to E4M3's 2**-4. Sums are float32 in both precisions.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ _GRANULARITIES: dict[str, Callable[[int], object]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A way to round a matrix to 8 bits.
+    """A function that rounds a matrix to 8 bits.
 
     Attributes:
       format: The format.
       scales: What shares a scale: the "tensor", each "row", each "column", each "group"
         of 16 in a row, or each "block" of 128 x 128.
-      stochastic: Whether numbers are rounded to one of their neighbours at random, with
-        the right mean. The key is a function of the sum of the numbers.
+      stochastic: Whether numbers are rounded stochastically. The random key follows
+        from the sum of the numbers.
     """
 
     format: coat.Format = coat.E4M3
@@ -61,8 +61,8 @@ class Grid:
 class Operands:
     """The linear layer of a `PlainRecipe` with these operands rounded.
 
-    None leaves an operand as it is. Weight gradients are rounded to the dtype of the
-    activations, as in the recipe `bf16`.
+    An operand with None is not rounded. Weight gradients are rounded to the dtype of
+    the activations, as in the recipe `bf16`.
 
     Attributes:
       x: Activations in `y = x @ w.T`.
@@ -71,8 +71,7 @@ class Operands:
       w_for_dx: Weights in `dx = dy @ w`.
       dy_for_dw: Gradients in `dw = dy.T @ x`.
       x_for_dw: Activations in `dw = dy.T @ x`.
-      only: The weight with which a matmul must be to have rounded operands; None means
-        every weight.
+      only: The weight for which operands are rounded; None means every weight.
     """
 
     x: Grid | None = None

@@ -34,14 +34,14 @@ _MOST_PERCENT, _MOST_HALF = 0.2, 0.06
 
 
 def differences(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns a row for each variant and kind of loss, but for references alone.
+    """Returns a row for each variant and kind of loss; `bf16` itself has none.
 
-    A difference is taken between two trainings with the same seed, which go on from the
-    same shared steps if there are any. `nats` is the mean
-    difference and `percent` the mean of the differences in percent of the reference's
-    loss. `nats_half` and `percent_half` are half of their 95% intervals by Student's t
-    distribution. `nats_deviation` and `percent_deviation` are standard deviations over
-    seeds. All four are None with one seed.
+    A difference is taken between two trainings with the same seed, which continue from
+    the same shared steps if there are any. `nats` is the mean difference, and `percent`
+    the mean of the differences in percent of the reference's loss. `nats_half` and
+    `percent_half` are the half-widths of 95% intervals by Student's t distribution.
+    `nats_deviation` and `percent_deviation` are standard deviations over seeds. These
+    four are None if there is one seed.
     """
     by_run = {run_of(row): row for row in rows}
     summary = []
@@ -64,7 +64,7 @@ def differences(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def run_of(row: Row) -> tuple[str, int, str | None]:
-    """Returns variant, seed and the shared steps' end of a training's row."""
+    """Returns a row's variant, seed, and hash of the state after the shared steps."""
     return row["variant"], row["seed"], row.get("start")
 
 
@@ -78,7 +78,7 @@ def _interval(unit: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def bars(summary: Sequence[Row], settings: Mapping[str, Any]) -> list[Bar]:
-    """Returns the bars of `coat` for whole trainings on text, none for others."""
+    """Returns the bars of `coat` for text without shared steps; otherwise none."""
     if settings["regime"] != "text" or settings["shared"]:
         return []
     targets = []
@@ -136,13 +136,13 @@ def by_shared(files: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Args:
       files: The contents of results files of trainings that share a part of the steps
-        with their reference. The last one has all variants.
+        with their reference. The last file must have all variants.
 
     Returns:
-      Rows with the variant, what differs, and by "after 10%" and so on the averaged
-      weights' difference with its interval, as text. The last entry is of the last
-      file's weights in a forward pass in BF16. Where a file has no trainings it is
-      None.
+      Rows with the variant, what differs, and an entry for each file, such as "after
+      10%": a text of the averaged weights' difference with its interval, or None if the
+      file has no trainings of the variant. A further entry has the difference of the
+      last file's weights in a BF16 forward pass.
     """
     losses = {
         _column(results): {line["variant"]: line for line in lines(results["summary"])}
@@ -198,7 +198,7 @@ def _title(results: Mapping[str, Any]) -> str:
 
 
 def figure(summary: Sequence[Row], title: str, unit: str) -> Figure:
-    """Draws differences in "percent" or "nats" with 95% intervals, a line a variant."""
+    """Draws differences in "percent" or "nats" by variant, with 95% intervals."""
     names = list(dict.fromkeys(row["variant"] for row in summary))
     size = (9, 1.8 + 0.42 * len(names))
     drawn = Figure(figsize=size, layout="constrained", dpi=150)

@@ -1,8 +1,8 @@
-"""Tokens of the two regimes, from Python files that every machine has.
+"""Tokens of the two regimes, from Python files that are installed.
 
 The text is the standard library, as in `experiments.pretrain` without `--data`, and
-then installed packages as far as they are needed: some systems install a small part of
-the standard library. A token is a byte. No text is downloaded.
+then as much of the installed packages as is needed: some systems install only a small
+part of the standard library. A token is a byte. No text is downloaded.
 """
 
 import hashlib
@@ -27,8 +27,9 @@ class Windows(NamedTuple):
 
     Attributes:
       train: Windows to train on; each has `length` tokens to predict.
-      test: Windows to measure losses on, of documents that `train` has not.
-      fingerprint: A hash of both.
+      test: Windows to measure losses on, from other documents than `train`, unless the
+        training memorizes a set of windows.
+      fingerprint: A hash of both arrays.
     """
 
     train: UInt16[np.ndarray, "n length+1"]
@@ -49,9 +50,9 @@ def python_files() -> Iterator[bytes]:
 
 def _files(top: str) -> Iterator[bytes]:
     for folder, subfolders, names in os.walk(top):
-        subfolders.sort()  # It also is the order in which they are visited.
+        subfolders.sort()  # `os.walk` visits the folders in this order.
         for path in (Path(folder, name) for name in sorted(names)):
-            if path.suffix == ".py" and path.is_file():  # It may be a broken link.
+            if path.suffix == ".py" and path.is_file():  # Links may be broken.
                 yield path.read_bytes()
 
 
@@ -60,8 +61,8 @@ def windows(
 ) -> Windows:
     """Cuts documents into windows to train and to test on.
 
-    Documents are read until they are enough, each distinct one once, and put in the
-    order of their hashes. The first ones are for tests, the others for training.
+    Documents are read until there are enough, without duplicates, and sorted by their
+    hashes. The first documents are for tests, the others for training.
 
     Args:
       documents: The documents.
@@ -98,7 +99,7 @@ def windows(
 def _cut(
     tokens: UInt16[np.ndarray, " tokens"], count: int, length: int
 ) -> UInt16[np.ndarray, "count length+1"]:
-    """Returns windows in a row; neighbours share one token, so each is predicted once.
+    """Returns adjacent windows, which share one token, so that each predicts new ones.
 
     Raises:
       ValueError: If there are too few tokens.
@@ -113,7 +114,7 @@ def _cut(
 
 
 def order(seed: int, *, windows: int, count: int) -> Int32[np.ndarray, " count"]:
-    """Returns the numbers of the windows that a training reads, in its order.
+    """Returns the indices of the windows that a training reads, in the reading order.
 
     Each pass over the windows has an order of its own.
     """

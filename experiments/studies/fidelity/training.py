@@ -34,7 +34,7 @@ _TRACING = threading.Lock()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup(OptimizerSettings):
-    """All settings of the trainings that are compared, but for what variants change.
+    """The settings that all compared trainings have in common.
 
     Attributes:
       regime: "text" for one pass over text and a loss on other text, or "memorize" for
@@ -43,12 +43,12 @@ class Setup(OptimizerSettings):
       seq_len: Tokens to predict in a window.
       test_windows: Windows to measure the loss on, in "text".
       set_windows: Windows of the set that is memorized.
-      average: The part of the steps in which a step's weights lose a factor e of their
-        influence on the average of weights.
-      shared: The part of the steps that are the reference's for its variants, too.
-        Trainings that differ in their first bits drift as far apart as with other
-        seeds; over fewer steps they drift less, and fewer seeds tell what a change
-        costs in the last part of a training.
+      average: The time constant of the exponential moving average of weights, as a
+        fraction of the steps.
+      shared: The fraction of the steps after which variants continue from the
+        reference's state. Trainings that differ from the start drift as far apart as
+        trainings with different seeds. Over fewer steps they drift less, so fewer seeds
+        suffice to measure what a change costs in the last part of a training.
     """
 
     regime: Regime
@@ -70,7 +70,7 @@ class Setup(OptimizerSettings):
         """Returns the windows to train and to test on.
 
         Raises:
-          ValueError: If this machine has too little text.
+          ValueError: If the installed Python files are too short.
         """
         text = self.regime == "text"
         read = self.steps * self.batch_size
@@ -93,7 +93,7 @@ class State(NamedTuple):
 
     Attributes:
       params: The parameters.
-      average: Their moving average, float32.
+      average: The moving average of the parameters, in float32.
       opt_state: The optimizer's state.
       step: The number of steps so far.
       seed: The seed of stochastic rounding of parameters.
@@ -111,12 +111,13 @@ class Programs(NamedTuple):
 
     Attributes:
       init: A function of the seed that returns a state.
-      begin: A function of the reference's state that returns the state to go on with;
-        None without shared steps.
+      begin: A function of the reference's state that returns the variant's state to
+        continue with; None without shared steps.
       step: A function of a state, all windows and their order that returns the next
         state and the loss. The state is donated.
-      losses: Functions of float32 parameters, all windows and a first row that return a
-        batch's loss: with the variant's forward pass, and with `bf16`'s.
+      losses: Functions of float32 parameters, all windows and a batch's first row that
+        return the batch's loss: "own" with the variant's forward pass, and "in_bf16"
+        with `bf16`'s.
     """
 
     init: Callable[..., State]
@@ -126,7 +127,7 @@ class Programs(NamedTuple):
 
 
 def compiled(setup: Setup, variant: Variant, train: int, test: int) -> Programs:
-    """Compiles a variant's programs."""
+    """Compiles a variant's programs for `train` and `test` windows."""
     seed = jax.ShapeDtypeStruct((), jnp.int32)
     order = jax.ShapeDtypeStruct((setup.steps * setup.batch_size,), jnp.int32)
     init = partial(_init, setup=setup, variant=variant)
@@ -176,14 +177,14 @@ def _program(fn: Callable, *arguments: Any, **jit: Any) -> Callable[..., Any]:
 def ahead(
     setup: Setup, variants: Sequence[Variant], windows: texts.Windows
 ) -> Iterator[dict[str, Callable[[], Programs]]]:
-    """Compiles variants on threads, while others train in this context.
+    """Compiles variants on threads, while earlier variants train within the context.
 
-    On a CPU a variant is compiled when it is first asked for instead, because kernels
-    are interpreted there, which one thread may do at a time.
+    On a CPU each variant is compiled at the first call of its function instead, because
+    kernels are interpreted there, which one thread may do at a time.
 
     Yields:
-      Functions by the variants' names. They return the programs once these are
-      compiled, or raise the error with which that failed.
+      Functions by the variants' names. Each waits for its variant's programs and
+      returns them, or raises the error of their compilation.
     """
     sizes = {"train": len(windows.train), "test": len(windows.test)}
     make = partial(compiled, setup, **sizes)
@@ -207,14 +208,14 @@ def train(
     *,
     start: State | None = None,
 ) -> dict[str, float]:
-    """Trains once.
+    """Runs one training, and returns its losses and seconds.
 
     Args:
       setup: The settings.
       programs: The variant's programs.
       seed: The seed of the initialization and of the order of windows.
       windows: The windows to train and to test on, on the device.
-      advance: A function that is told how many steps are done since its last call.
+      advance: A function that is called with the number of steps since its last call.
       start: The state after the shared steps, if there are any.
 
     Returns:
@@ -250,7 +251,7 @@ def shared(
       programs: The reference's programs.
       seed: The seed of the initialization and of the order of windows.
       windows: The windows to train on, on the device.
-      advance: A function that is told how many steps are done since its last call.
+      advance: A function that is called with the number of steps since its last call.
     """
     state, steps = programs.init(np.int32(seed)), range(setup.shared_steps)
     state, _ = _after(setup, programs, seed, windows, advance, state, steps)
@@ -260,7 +261,7 @@ def shared(
 def digest(state: State) -> str:
     """Returns a hash of a state's bits.
 
-    Another process may compile the same steps otherwise, and end in other bits.
+    Another process may compile the same steps differently, and reach other bits.
     """
     leaves = map(np.asarray, jax.tree.leaves(state))
     joined = b"".join(leaf.tobytes() for leaf in leaves)
@@ -276,7 +277,7 @@ def _after(
     state: State,
     steps: range,
 ) -> tuple[State, list[Array]]:
-    """Returns the state after some steps, and their losses."""
+    """Runs the steps `steps`; returns the state after them, and their losses."""
     count = setup.steps * setup.batch_size
     order = jax.device_put(texts.order(seed, windows=len(windows), count=count))
     losses = []
@@ -297,7 +298,7 @@ def _mean(setup: Setup, program: Callable, params: model.Params, test: Array) ->
 
 
 def _test_batch(setup: Setup, count: int) -> int:
-    """Returns the largest batch, up to training's, that divides the windows."""
+    """Returns the largest batch size, up to training's, that divides `count`."""
     return max(n for n in range(1, setup.batch_size + 1) if count % n == 0)
 
 
@@ -312,7 +313,7 @@ def _init(seed: Int32[Array, ""], setup: Setup, variant: Variant) -> State:
 
 
 def _begin(state: State, setup: Setup, variant: Variant) -> State:
-    """Returns a variant's state that goes on from its reference's."""
+    """Returns a variant's state that continues from its reference's state."""
     params = jax.tree.map(lambda p: p * variant.nudge, state.params)
     params = _stored(params, variant.param_dtype)
     like = jax.eval_shape(_optimizer(setup, variant).init, params)

@@ -21,12 +21,12 @@ _WIDE = Optimizer(optax.adamw, fused=False)
 
 
 class Forward(NamedTuple):
-    """A model's passes, forward and backward.
+    """The precisions of a model's forward and backward passes.
 
     Attributes:
       recipe: The recipe of layers.
       ends: The recipe of the first and the last layer.
-      head: The matmul of the logits.
+      head: The precision of the matmul of the logits.
     """
 
     recipe: Recipe
@@ -36,21 +36,21 @@ class Forward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A way to train.
+    """A recipe, an optimizer and dtypes to train with.
 
     Attributes:
       name: The name on command lines and in results.
       about: What differs from the reference, for tables.
       recipe: The recipe of layers.
       ends: The recipe of the first and the last layer; None means `recipe`.
-      head: The matmul of the logits.
+      head: The precision of the matmul of the logits.
       optimizer: The optimizer.
       param_dtype: The dtype in which parameters are stored.
       stochastic: Whether BF16 parameters are rounded stochastically.
       b2: The decay rate of the second moment.
-      nudge: A factor on the initialization; other than 1 it tells how far trainings
-        drift apart that differ in nothing.
-      reference: The variant that this one is compared with.
+      nudge: A factor on the initial parameters. A factor close to 1 shows how far
+        trainings drift apart from rounding alone.
+      reference: The name of the variant to compare with.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Variant:
 
     @property
     def forward(self) -> Forward:
-        """The model's passes, forward and backward."""
+        """The precisions of the model's forward and backward passes."""
         return Forward(self.recipe, self.ends or self.recipe, self.head)
 
 
@@ -104,7 +104,7 @@ def _gradients(name: str, about: str, grid: Grid) -> Variant:
 
 
 _FP8 = Optimizer(coat.fp8_adamw, fused=True)
-# It has float32 moments, and steps that can round BF16 parameters stochastically.
+# This optimizer has float32 moments, and can round BF16 parameters stochastically.
 _WIDE_FUSED = Optimizer(
     partial(
         coat.fp8_adamw,
@@ -197,10 +197,10 @@ VARIANTS = {variant.name: variant for variant in (*_RECIPES, *_CHANGES)}
 def chosen(names: str) -> tuple[Variant, ...]:
     """Returns the variants named in `names`, with commas between; "all" means all.
 
-    The references that others need come first, whether they are named or not.
+    The references of these variants come first, even if they are not named.
 
     Raises:
-      ValueError: If there is no variant of a name, or a name comes twice.
+      ValueError: If a name is not the name of a variant, or is given twice.
 
     Examples:
       >>> [variant.name for variant in chosen("coat,te")]
