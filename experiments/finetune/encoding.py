@@ -115,10 +115,13 @@ class WordsEncoder(Encoder):
         """Returns the tokens up to the last answer."""
         if isinstance(record, Passage):
             return self._codec.encode(record.prompt).tolist()
-        tokens, answers = self._conversation(record)
-        return tokens[: tokens.size - int(np.argmin(answers[::-1]))].tolist()
+        return self._joined(self._pieces(record)[:-1]).tokens.tolist()
 
     def _conversation(self, conversation: Conversation) -> Example:
+        return self._joined(self._pieces(conversation))
+
+    def _pieces(self, conversation: Conversation) -> list[tuple[str, bool, bool]]:
+        """Returns the pieces of a conversation for `_joined`, an answer last."""
         pieces, prompt = [], ""
         for index, (role, content) in enumerate(conversation.messages):
             for word in filter(None, _WORDS.values()):
@@ -130,7 +133,7 @@ class WordsEncoder(Encoder):
                 prompt = ""
             else:
                 prompt += f"{_WORDS[role]}{content}\n"
-        return self._joined(pieces)
+        return pieces
 
     def _passage(self, passage: Passage) -> Example:
         pieces = [(passage.prompt, False, False), (passage.completion, True, True)]

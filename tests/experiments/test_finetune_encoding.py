@@ -132,6 +132,17 @@ def test_own_words_that_write_roles_are_refused(word):
     encoder.encode(_chat(f"a {word.strip()}", "no"))
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_a_question_ends_before_the_last_answer_whether_it_is_learned(last):
+    encoder = WordsEncoder(text_codec())
+    record = Conversation(
+        messages=(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")),
+        learned=(False, True, False, last),
+    )
+    question = encoder.decode(encoder.question(record))
+    assert question.endswith("User: c\nAssistant:")
+
+
 def test_losses_of_answers_and_of_all(folder):
     encoder = FolderEncoder(folder, 384)
     record = Conversation(
