@@ -20,7 +20,7 @@ from coat_jax.convert.record import (
     new_log,
 )
 from coat_jax.convert.rules import Rules, chooser, path_of
-from coat_jax.fp8.dot_general import fp8_dot_p
+from coat_jax.fp8.dot_general import FEWEST_ROWS, fp8_dot_p
 from coat_jax.fp8.ragged_dot import fp8_ragged_dot_p
 from coat_jax.programs.graph import inlined, is_plain_call
 from coat_jax.programs.primitives import variables
@@ -122,8 +122,12 @@ class Conversion:
         for eqn in program.eqns:
             if _is_matmul(eqn):
                 side, reason = self._choice(eqn, sources, choosing)
-                matmuls.append(self._row(eqn, sources, reason))
-                eqns.extend([eqn] if reason else fp8_form(eqn, side))
+                row = self._row(eqn, sources, reason)
+                matmuls.append(row)
+                # Such a matmul is no FP8 matmul under `vmap` either: with gradients it
+                # has the rows of one example, and without the rows of all.
+                stays = reason or row.rows < FEWEST_ROWS
+                eqns.extend([eqn] if stays else fp8_form(eqn, side))
             elif _is_convertible(eqn):
                 new, inner = self._of_devices(eqn, sources, choosing)
                 matmuls += inner

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from coat_jax.programs.primitives import size_of
 
 # Quantizing a smaller residual saves too few bytes to pay for two more operations.
-_MIN_SIZE = 4096
+MIN_SIZE = 4096
 # Scales of shorter rows would take too many bytes. For such rows the last axis is
 # merged with axes before it, except the first axis. Rows of one element are statistics.
 _MIN_ROW_BYTES = 16
@@ -29,8 +29,8 @@ def why_not_fp8(aval: jax.core.ShapedArray) -> str | None:
         return "8 bits already"
     if aval.dtype.itemsize == 8:
         return "float64, whose range scales do not have"
-    if size_of(aval) < _MIN_SIZE:
-        return f"fewer than {_MIN_SIZE} elements"
+    if size_of(aval) < MIN_SIZE:
+        return f"fewer than {MIN_SIZE} elements"
     if not isinstance(aval.shape[-1], int):
         return "rows of unknown length"
     if _is_short(aval) and not merged_axes(aval):

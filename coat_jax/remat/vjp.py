@@ -16,17 +16,20 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
 
+from coat_jax.programs.primitives import all_eqns, size_of
 from coat_jax.quantization.array import QuantizedArray, scales_as_bits, undifferentiated
 from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
 from coat_jax.remat.fingerprint import fingerprint
 from coat_jax.remat.notes import Note
 from coat_jax.remat.options import Options
-from coat_jax.remat.outline import KEPT, outlined
+from coat_jax.remat.outline import KEPT, AxisEnv, outlined
 from coat_jax.remat.plan import Copy, Wide, plan
 from coat_jax.remat.policies import linearize_by_policy, with_maxima_saved
+from coat_jax.remat.shapes import MIN_SIZE
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import versions
+from pallas_kernels.checks import warn_once
 from pallas_kernels.dispatch import array_types, operations
 
 _CALLS = 256  # The most calls with programs that are kept.
@@ -178,6 +181,9 @@ class _Programs:
         try:
             with operations.counted():
                 jaxpr, tree = self._traced(arrays)
+                # Tracers of `vmap` have this attribute, and no public class.
+                if any(hasattr(x, "batch_dim") for x in arrays):
+                    _warn_of_examples(jaxpr.jaxpr)
                 make = self._shared if self._once else self._differentiable
                 run = make(jaxpr)
                 # Values that fn closes over become arguments, saved by reference. They
@@ -221,6 +227,18 @@ class _Programs:
         is_param = [True] * len(traced) + is_param
         outline = outlined if self._once else _as_it_is
         return _with_fp8_residuals(flat, is_param, options, constants, outline)
+
+
+def _warn_of_examples(program: core.Jaxpr) -> None:
+    """Warns if all arrays of a function under `jax.vmap` are too small for copies."""
+    sizes = [size_of(v.aval) for eqn in all_eqns(program.eqns) for v in eqn.outvars]
+    if max(sizes, default=MIN_SIZE) < MIN_SIZE:
+        warn_once(
+            "fp8_remat saves nothing in FP8 of a function of one example under "
+            f"jax.vmap: its largest array has {max(sizes)} elements, and copies have "
+            f"at least {MIN_SIZE}. Wrap what is around the vmap, as in "
+            "fp8_remat(lambda model, x: jax.vmap(model)(x))"
+        )
 
 
 def _as_it_is(fn: Callable) -> Callable:
@@ -278,11 +296,12 @@ def _with_fp8_residuals(
             (np.array(x) if isinstance(x, np.ndarray) else x) if is_needed else None
             for x, is_needed in needed
         ]
-        return outputs, (references, saved, planned)
+        axes = AxisEnv.of(traced.forward.jaxpr)
+        return outputs, (references, saved, planned, axes)
 
     @outline
     def backward(residuals, cotangents):
-        references, saved, planned = residuals
+        references, saved, planned, _ = residuals
         saved, cotangents = _after(saved, cotangents)
 
         def read(kept, x):
@@ -315,7 +334,9 @@ def _with_fp8_residuals(
         given = [
             _Nothing(c.shape) if jnp.result_type(c) == float0 else c for c in cotangents
         ]
-        return None, *[None] * constants, *backward(residuals, given)
+        *_, axes = residuals
+        gradients = axes.call(backward, residuals, given)
+        return None, *[None] * constants, *gradients
 
     run.defvjp(forward, gradients_of)
     return run

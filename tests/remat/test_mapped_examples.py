@@ -1,0 +1,113 @@
+"""Tests `fp8_remat` within `jax.vmap`: of functions of one example."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.gradients import flat
+from jax import lax
+
+import coat_jax as coat
+from pallas_kernels import checks
+
+pytestmark = pytest.mark.internals
+
+WIDTH, ROWS = 128, 64
+
+
+def normed(params, x):
+    """Computes a block of one example, with the batch norm of all examples."""
+    h = x @ params["a"]
+    h = h - lax.pmean(h, "batch")
+    h = h * lax.rsqrt(lax.pmean(h * h, "batch") + 1e-5)
+    return x + jax.nn.gelu(h) @ params["b"]
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    a, b = (0.1 * jax.random.normal(key, (WIDTH, WIDTH)) for key in keys[:2])
+    return {"a": a, "b": b}, jax.random.normal(keys[2], (4, ROWS, WIDTH))
+
+
+def gradient(fn, params, x):
+    def loss(params):
+        y = jax.vmap(fn, (None, 0), axis_name="batch")(params, x)
+        return jnp.mean(jnp.square(y))
+
+    return jax.grad(loss)(params)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "policy", [None, jax.checkpoint_policies.dots_saveable], ids=["none", "dots"]
+)
+def test_collectives_over_mapped_axes(policy, compiled):
+    light = coat.fp8_remat(normed, policy=policy)
+    run = jax.jit(gradient, static_argnums=0) if compiled else gradient
+    expected = flat(gradient(normed, *arrays()))
+    difference = np.linalg.norm(flat(run(light, *arrays())) - expected)
+    assert 0 < difference < 0.1 * np.linalg.norm(expected)
+
+
+def test_collectives_of_equinox():
+    class Model(eqx.Module):
+        first: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+        last: eqx.nn.Linear
+
+        def __init__(self, key):
+            keys = jax.random.split(key)
+            self.first = eqx.nn.Linear(WIDTH, 4096, key=keys[0])
+            self.norm = eqx.nn.BatchNorm(4096, axis_name="batch", mode="batch")
+            self.last = eqx.nn.Linear(4096, WIDTH, key=keys[1])
+
+        def __call__(self, x, state):
+            h, state = self.norm(self.first(x), state)
+            return self.last(jax.nn.gelu(h)), state
+
+    model, state = eqx.nn.make_with_state(Model)(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (8, WIDTH))
+
+    @eqx.filter_jit
+    def gradient(model):
+        def loss(model):
+            mapped = jax.vmap(model, (0, None), (0, None), axis_name="batch")
+            return jnp.mean(jnp.square(mapped(x, state)[0]))
+
+        return eqx.filter_grad(loss)(model)
+
+    expected = flat(gradient(model))
+    difference = np.linalg.norm(flat(gradient(coat.fp8_remat(model))) - expected)
+    assert 0 < difference < 0.1 * np.linalg.norm(expected)
+
+
+def mlp():
+    return eqx.nn.MLP(WIDTH, WIDTH, 512, depth=2, key=jax.random.key(0))
+
+
+def saved_bytes(fn):
+    model, static = eqx.partition(mlp(), eqx.is_array)
+    x = jnp.ones((32, WIDTH))
+    report = coat.residual_report(lambda p, x: fn(eqx.combine(p, static), x), model, x)
+    return report.nbytes
+
+
+@pytest.mark.parametrize("wrap", [coat.fp8_remat, coat.fp8])
+def test_examples_that_are_too_small_for_copies_give_a_warning(wrap):
+    checks.warn_once.cache_clear()
+    plain = saved_bytes(lambda model, x: jax.vmap(model)(x))
+    with pytest.warns(UserWarning, match="one example under jax.vmap.* has 512 elem"):
+        saved_bytes(lambda model, x: jax.vmap(wrap(model))(x))
+    around = wrap(lambda model, x: jax.vmap(model)(x))
+    assert saved_bytes(around) < 0.4 * plain
+
+
+def test_a_matmul_of_few_rows_is_the_same_with_and_without_gradients():
+    """One of an example under `vmap` has more rows if no gradient is asked for."""
+    checks.warn_once.cache_clear()
+    model, x = coat.fp8(mlp()), jax.random.normal(jax.random.key(1), (32, WIDTH))
+    with pytest.warns(UserWarning, match="one example"):
+        y, _ = eqx.filter_vjp(lambda model: jax.vmap(model)(x), model)
+    np.testing.assert_array_equal(y, jax.vmap(model)(x))
+    np.testing.assert_allclose(y, jax.vmap(mlp())(x), rtol=1e-5, atol=1e-6)
