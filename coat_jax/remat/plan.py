@@ -35,6 +35,7 @@ from coat_jax.remat.trace import Linearized
 from pallas_kernels import versions
 
 _IN_LOOP = "offloaded by the policy in a loop"
+_HIDING = "large numbers hide others in it"
 _OF_KERNEL = "float32 statistics of a kernel"
 
 
@@ -243,10 +244,12 @@ def _derive(
         for i, choice in enumerate(ways)
         if isinstance(choice, Copy) and _is_source(choice)
     }
-    sources = derivation.copy([residuals[i] for i in copies], may_copy)
+    sources, hiding = derivation.copy([residuals[i] for i in copies], may_copy)
     extras = []
     for i in copies:
-        ways[i] = "recompute"
+        is_wide = residuals[i] in hiding
+        ways[i] = Wide(_HIDING) if is_wide else "recompute"
+        hiding -= {residuals[i]} if is_wide else set()
     for source in sources:
         provenances = {i: derivation.known[residuals[i]] for i in copies}
         readers = [

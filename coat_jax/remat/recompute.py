@@ -21,6 +21,7 @@ from coat_jax.programs.primitives import (
     variables,
 )
 from coat_jax.remat.errors import Errors, Known, is_cheap, normalized_arrays
+from coat_jax.remat.hiding import hiding_arrays
 
 # Limit on the operations that are repeated for one array.
 _MAX_STEPS = 32
@@ -63,6 +64,8 @@ class Derivation:
                 self.known |= dict.fromkeys(eqn.outvars, self._constant(eqn))
         normalized = normalized_arrays(program, statistics, self.known.keys())
         self._errors = Errors(self._makers, normalized, group)
+        self._hiding = hiding_arrays(program)
+        self._hiding = hiding_arrays(program)
 
     def _constant(self, eqn: core.JaxprEqn) -> Known:
         """Describes the results of an operation on constants."""
@@ -94,28 +97,36 @@ class Derivation:
 
     def copy(
         self, targets: Iterable[core.Var], may_copy: Callable[[core.Var], bool]
-    ) -> list[core.Var]:
-        """Chooses FP8 copies from which all of `targets` follow, and returns them.
+    ) -> tuple[list[core.Var], set[core.Var]]:
+        """Chooses FP8 copies from which `targets` follow.
 
         Args:
           targets: The arrays that must follow.
           may_copy: A function that tells whether another array may be copied.
+
+        Returns:
+          The arrays to copy, and the targets that must be saved as they are.
         """
         copied, targets = [], sorted(set(targets), key=self._order.__getitem__)
+        wide: set[core.Var] = set()
         for var in targets:
             if var in self.known:
                 continue
             missing = [v for v in targets if v not in self.known]
-            sources = (
+            sources = [
                 (source, following)
                 for source, following in self._sources(var)
-                if source is var or may_copy(source)
-            )
-            # Among equal candidates `max` returns the first, which is nearest to var.
-            source, following = max(sources, key=partial(self._use, missing))
+                if source not in self._hiding and (source is var or may_copy(source))
+            ]
+            if sources:
+                # `max` returns the first of equal candidates, the nearest to var.
+                source, following = max(sources, key=partial(self._use, missing))
+                copied.append(source)
+            else:
+                following = self._following(var, Known(constant=False))
+                wide.add(var)
             self.known |= following
-            copied.append(source)
-        return copied
+        return copied, wide
 
     def _use(
         self, missing: Iterable[core.Var], candidate: tuple[core.Var, dict]
