@@ -102,7 +102,10 @@ def fp8[Model](
         return object_model(model, rules, options)
     if callable(model) and not isinstance(model, type):
         return _function(model, rules, options)
-    raise TypeError(f"fp8 takes a Flax module or a function, got {model!r}")
+    raise TypeError(
+        "fp8 takes a Flax module, a callable pytree with arrays or a function, got "
+        f"{model!r}"
+    )
 
 
 def _function(fn: Callable, rules: Rules, options: Options) -> Callable:

@@ -88,9 +88,11 @@ def fp8_remat[Target](
     each residual; `coat.residual_report` lists all saved arrays.
 
     The result works under jit, scan, vmap, shard_map, jax.checkpoint and another
-    `fp8_remat`. Forward-mode differentiation and second derivatives are not supported.
-    Residuals of sharded arrays are sharded in the same way. No data moves between
-    devices if every device has whole groups of the last axis.
+    `fp8_remat`. A function of one example may have no array that is large enough for a
+    copy: wrap the function around `jax.vmap` in its place. Forward-mode differentiation
+    and second derivatives are not supported. Residuals of sharded arrays are sharded in
+    the same way. No data moves between devices if every device has whole groups of the
+    last axis.
 
     If the target calls `shard_map`, `fp8_remat` is also applied to the function within
     it, which runs on each device's shards, unless there is `where`, a policy or a key.
@@ -189,8 +191,8 @@ def fp8_remat[Target](
     if callable(target) and not isinstance(target, type):
         return over_nodes(target, argnums, options)
     raise TypeError(
-        "fp8_remat takes a function, a Flax module or a Flax module class, got "
-        f"{target!r}"
+        "fp8_remat takes a function, a Flax module, a Flax module class or a callable "
+        f"pytree with arrays, got {target!r}"
     )
 
 

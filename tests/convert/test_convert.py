@@ -317,5 +317,5 @@ def test_bad_options(kwargs, error, match):
 
 @pytest.mark.parametrize("model", [3, Model, "model"])
 def test_bad_models(model):
-    with pytest.raises(TypeError, match="fp8 takes a Flax module or a function"):
+    with pytest.raises(TypeError, match="fp8 takes a Flax module, a callable pytree"):
         coat.fp8(model)
