@@ -22,6 +22,7 @@ from pallas_kernels.dispatch import (
     stand_ins,
 )
 from pallas_kernels.dispatch.axes import Axes
+from pallas_kernels.ops.attention.axes import HeadAxes
 
 
 def has_flash_attention(q: Array) -> bool:
@@ -97,8 +98,9 @@ class _Attention(operations.OfParts):
         return o.reshape(q.shape), statistics.reshape(_statistics_of(q))
 
     def axes(self, q, k, v, mask) -> tuple:
-        queries, keys, statistics = _axes_of(q)
-        return (queries, keys, keys, _axes_of_mask(q, mask)), (queries, statistics)
+        axes = HeadAxes.of(q)
+        operands = axes.queries, axes.keys, axes.keys, _axes_of_mask(q, mask)
+        return operands, (axes.queries, axes.statistics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +119,10 @@ class _AttentionGrad(_Attention):
         return dq.reshape(q.shape), dk, dv
 
     def axes(self, do, q, k, v, mask, o, statistics) -> tuple:
-        queries, keys, statistics = _axes_of(q)
-        operands = queries, queries, keys, keys, _axes_of_mask(q, mask)
-        # Devices that split the query heads of one key head sum its gradients.
-        dkeys = dataclasses.replace(keys, reduced="sum")
-        return (*operands, queries, statistics), (queries, dkeys, dkeys)
+        axes = HeadAxes.of(q)
+        operands = axes.queries, axes.queries, axes.keys, axes.keys
+        operands += _axes_of_mask(q, mask), axes.queries, axes.statistics
+        return operands, (axes.queries, axes.key_gradients, axes.key_gradients)
 
 
 def _differentiated(
@@ -151,31 +152,17 @@ def _statistics_of(q: Array) -> tuple[int, ...]:
     return b, m, g, s
 
 
-def _axes_of(q: Array) -> tuple[Axes, Axes, Axes]:
-    """Returns the axes of queries [b, s, m, g, d], of keys, and of statistics."""
-    m, g = _heads_of(q)
-    return Axes(f"b _ {m} {g} _"), Axes(f"b _ {m} _"), Axes(f"b {m} {g} _")
-
-
 def _axes_of_mask(q: Array, mask: Array | None) -> Axes | None:
     """Returns the axes of a mask [#b, #m, #g, s, t]."""
     if mask is None:
         return None
-    names = ["b", *_heads_of(q)]
+    names = ["b", *HeadAxes.of(q).heads]
     sizes = zip(mask.shape, [q.shape[0], *q.shape[2:4]], strict=False)
     names = [
         name if n == of_queries > 1 else "_"
         for name, (n, of_queries) in zip(names, sizes, strict=True)
     ]
     return Axes(" ".join([*names, "_ _"]))
-
-
-def _heads_of(q: Array) -> tuple[str, str]:
-    """Returns the axis names of key heads, and of the query heads of each key head.
-
-    Devices may split the key heads or, if there is only one, the query heads.
-    """
-    return ("_", "h") if q.shape[2] == 1 else ("h", "_")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -67,3 +67,35 @@ def test_more_devices_than_key_heads(monkeypatch):
     q = jax.device_put(q, NamedSharding(mesh, P(None, None, "a")))
     actual = jax.jit(attend, static_argnums=3)(q, k, v, "mosaic")
     np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_devices_have_some_query_heads_of_one_key_head(kind, monkeypatch):
+    shapes = []
+
+    def kernel(self, *arrays):
+        shapes.append(arrays[0].shape)
+        return self.reference(*arrays)
+
+    for operation in (api._Attention, api._AttentionGrad):
+        monkeypatch.setattr(operation, "kernel", kernel)
+        monkeypatch.setattr(operation, "obstacle", lambda self, *arrays: None)
+    rng = np.random.default_rng(0)
+    sizes = [(4, 16, heads, 8) for heads in (8, 1, 1, 8)]
+    arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in sizes]
+
+    def passes(q, k, v, do, implementation):
+        options = {"softcap": 2.0, "implementation": implementation}
+        out, lse = pk.attention(q, k, v, **options)
+        return out, lse, *pk.attention_grad(do, q, k, v, out, lse, **options)
+
+    run = jax.jit(passes, static_argnames="implementation")
+    expected = run(*arrays, implementation="reference")
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        specs = P("a", None, "b"), P("a"), P("a"), P("a", None, "b")
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
+        actual = run(*map(jax.device_put, arrays, shardings), implementation="mosaic")
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-5)
+    assert (2, 16, 1, 4, 8) in shapes

@@ -10,10 +10,10 @@ from pallas_kernels.checks import positive_int
 from pallas_kernels.dispatch import operations
 from pallas_kernels.dispatch.axes import WHOLE, Axes
 from pallas_kernels.ops.attention import backward, forward, reference
+from pallas_kernels.ops.attention.axes import HeadAxes
 from pallas_kernels.ops.attention.plan import HEAD_DIMS, Scoring, Tuning
 
-_QUERIES, _KEYS = Axes("b _ h _ _"), Axes("b _ h _")
-_STATISTICS, _SEGMENTS = Axes("b h _ _"), Axes("b _")
+_SEGMENTS = Axes("b _")
 
 
 def attention(
@@ -235,9 +235,10 @@ class _Attention(operations.Operation):
     def reference(self, q, k, v, window, segment_ids):
         return reference.attention(self.scoring, q, k, v, window, segment_ids)
 
-    def axes(self, *arrays) -> tuple:
-        operands = _QUERIES, _KEYS, _KEYS, *_axes_of_masks(arrays[3:])
-        return operands, (_QUERIES, _STATISTICS)
+    def axes(self, q, k, v, *masks) -> tuple:
+        axes = HeadAxes.of(q)
+        operands = axes.queries, axes.keys, axes.keys, *_axes_of_masks(masks)
+        return operands, (axes.queries, axes.statistics)
 
     def kernel(self, q, k, v, window, segment_ids):
         tiles = _tiles(self.tuning, q).forward
@@ -269,10 +270,11 @@ class _AttentionGrad(operations.Operation):
         arrays = do, q, k, v, out, lse, window, segment_ids
         return reference.attention_grad(self.scoring, *arrays)
 
-    def axes(self, *arrays) -> tuple:
-        operands = _QUERIES, _QUERIES, _KEYS, _KEYS, _QUERIES, _STATISTICS
-        operands += _axes_of_masks(arrays[6:])
-        return operands, (_QUERIES, _KEYS, _KEYS)
+    def axes(self, do, q, k, v, out, lse, *masks) -> tuple:
+        axes = HeadAxes.of(q)
+        operands = axes.queries, axes.queries, axes.keys, axes.keys, axes.queries
+        operands += axes.statistics, *_axes_of_masks(masks)
+        return operands, (axes.queries, axes.key_gradients, axes.key_gradients)
 
     def kernel(self, do, q, k, v, out, lse, window, segment_ids):
         tuning = _tiles(self.tuning, q)
