@@ -51,6 +51,18 @@ def test_cells_are_those_of_results_files():
     assert rows_of("Table 8")["DE8, here"][2] == f"**{fmean(errors):.2f}**"
 
 
+def test_commands_of_results_name_programs_that_exist():
+    files = [*_RESULTS.rglob("*.json")]
+    text = "\n".join(
+        re.findall(r'"command": "(.*)"', "".join(map(Path.read_text, files)))
+    )
+    programs = {*re.findall(r"-m ([\w.]+)", text)}
+    assert len(programs) > 20
+    for program in programs:
+        path = _ROOT / program.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+
+
 def test_averages_of_the_paper_are_those_of_its_columns():
     """Copied figures that a slip of the pen would change."""
     for *parts, average in TABLE_4.values():
