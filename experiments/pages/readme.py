@@ -38,9 +38,9 @@ _RESULTS = """\
 Every figure comes from a file `results/NAME/NAME.json`, which also says by which
 `command`, on which `device` and with which `versions` it was measured. `rows` holds the
 records, with units in their keys, and `bars` says what was asked for and whether it
-holds. A `command` names its program as it is called today; `versions` has the commit that
-ran. `uv run python -m experiments.pages` renders this page from these files. Where a
-command has `--data runs/packages`, that folder held the .py files of the machine's
+holds. A `command` names its program as it is called today; `versions` has the commit
+that ran. `uv run python -m experiments.pages` renders this page from these files. Where
+a command has `--data runs/packages`, that folder held the .py files of the machine's
 installed packages.
 
 """
