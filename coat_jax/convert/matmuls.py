@@ -124,8 +124,8 @@ class Conversion:
                 side, reason = self._choice(eqn, sources, choosing)
                 row = self._row(eqn, sources, reason)
                 matmuls.append(row)
-                # Such a matmul is no FP8 matmul under `vmap` either: with gradients it
-                # has the rows of one example, and without the rows of all.
+                # Under `vmap` it would have the rows of one example with gradients, and
+                # of all without, so it is an FP8 matmul in neither case.
                 stays = reason or row.rows < FEWEST_ROWS
                 eqns.extend([eqn] if stays else fp8_form(eqn, side))
             elif _is_convertible(eqn):

@@ -9,10 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
+import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.programs.primitives import Operand, is_layout
+from coat_jax.programs.primitives import Operand, is_layout, number_of
 
 # Next to a number of this size E4M3 has few digits for numbers around 1.
 _LARGE = 1e4
@@ -24,7 +24,7 @@ _UNBOUNDED = _SUMS | {"div", "mul"}
 
 
 class _Numbers(NamedTuple):
-    """What is known of the large numbers in an array.
+    """The large numbers in an array.
 
     Attributes:
       uniform: The signs of the array's numbers if all are large, otherwise empty.
@@ -53,7 +53,7 @@ def hiding_arrays(program: core.Jaxpr) -> set[core.Var]:
 
     def numbers(v: Operand) -> _Numbers:
         if isinstance(v, core.Literal):
-            return _Numbers(uniform=_large(v.val))
+            return _Numbers(uniform=_large(v))
         return known.get(v, _Numbers())
 
     for eqn in program.eqns:
@@ -81,8 +81,8 @@ def _of_result(eqn: core.JaxprEqn, operands: Sequence[_Numbers]) -> _Numbers:
     if not hiding:
         return _Numbers(is_product=name == "neg" and bool(products))
     if name in ("max", "min"):
-        literals = [v.val for v in eqn.invars if isinstance(v, core.Literal)]
-        is_cut = any(not _large(number) for number in literals)
+        literals = [v for v in eqn.invars if isinstance(v, core.Literal)]
+        is_cut = any(not _large(literal) for literal in literals)
         return _Numbers(
             hiding=hiding - {-1 if name == "max" else 1} if is_cut else hiding
         )
@@ -93,10 +93,11 @@ def _of_result(eqn: core.JaxprEqn, operands: Sequence[_Numbers]) -> _Numbers:
     return _Numbers(hiding=_BOTH if name in _UNBOUNDED else _NONE)
 
 
-def _large(value: object) -> _Signs:
-    """Returns the sign of a literal number if it is large, in a set."""
-    if np.ndim(value) or isinstance(value, bool | np.bool_):
+def _large(literal: core.Literal) -> _Signs:
+    """Returns the sign of a floating number if it is large, in a set."""
+    aval = literal.aval
+    if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating) or aval.shape:
         return _NONE
-    number = float(np.real(value))
+    number = number_of(literal)
     sign = int(math.copysign(1, number))
     return frozenset({sign}) if abs(number) >= _LARGE else _NONE

@@ -32,9 +32,9 @@ from pallas_kernels import versions
 from pallas_kernels.checks import warn_once
 from pallas_kernels.dispatch import array_types, operations
 
+# The elements of all examples of which it matters whether they are saved in FP8.
+_LARGE = 2**20
 _CALLS = 256  # The most calls with programs that are kept.
-
-
 Path = tuple[Any, ...]
 
 
@@ -181,9 +181,8 @@ class _Programs:
         try:
             with operations.counted():
                 jaxpr, tree = self._traced(arrays)
-                # Tracers of `vmap` have this attribute, and no public class.
-                if any(hasattr(x, "batch_dim") for x in arrays):
-                    _warn_of_examples(jaxpr.jaxpr)
+                if (examples := max(map(_examples, arrays), default=1)) > 1:
+                    _warn_of_examples(jaxpr.jaxpr, examples)
                 make = self._shared if self._once else self._differentiable
                 run = make(jaxpr)
                 # Values that fn closes over become arguments, saved by reference. They
@@ -229,10 +228,22 @@ class _Programs:
         return _with_fp8_residuals(flat, is_param, options, constants, outline)
 
 
-def _warn_of_examples(program: core.Jaxpr) -> None:
-    """Warns if all arrays of a function under `jax.vmap` are too small for copies."""
+def _examples(x: Any) -> int:
+    """Returns the number of examples over which `jax.vmap` maps an array."""
+    # JAX has no public class of the tracers of `vmap`.
+    if not hasattr(x, "batch_dim"):
+        return 1
+    mapped = isinstance(x.batch_dim, int)
+    return (x.val.shape[x.batch_dim] if mapped else 1) * _examples(x.val)
+
+
+def _warn_of_examples(program: core.Jaxpr, examples: int) -> None:
+    """Warns if all arrays of a function under `jax.vmap` are too small for copies.
+
+    It does not if the arrays of all examples are small, too.
+    """
     sizes = [size_of(v.aval) for eqn in all_eqns(program.eqns) for v in eqn.outvars]
-    if max(sizes, default=MIN_SIZE) < MIN_SIZE:
+    if max(sizes, default=MIN_SIZE) < MIN_SIZE and sum(sizes) * examples >= _LARGE:
         warn_once(
             "fp8_remat saves nothing in FP8 of a function of one example under "
             f"jax.vmap: its largest array has {max(sizes)} elements, and copies have "

@@ -88,7 +88,7 @@ def mlp():
 
 def saved_bytes(fn):
     model, static = eqx.partition(mlp(), eqx.is_array)
-    x = jnp.ones((32, WIDTH))
+    x = jnp.ones((2048, WIDTH))
     report = coat.residual_report(lambda p, x: fn(eqx.combine(p, static), x), model, x)
     return report.nbytes
 
@@ -104,9 +104,9 @@ def test_examples_that_are_too_small_for_copies_give_a_warning(wrap):
 
 
 def test_a_matmul_of_few_rows_is_the_same_with_and_without_gradients():
-    """One of an example under `vmap` has more rows if no gradient is asked for."""
+    """Under `vmap` it has the rows of all examples if no gradient is asked for."""
     checks.warn_once.cache_clear()
-    model, x = coat.fp8(mlp()), jax.random.normal(jax.random.key(1), (32, WIDTH))
+    model, x = coat.fp8(mlp()), jax.random.normal(jax.random.key(1), (2048, WIDTH))
     with pytest.warns(UserWarning, match="one example"):
         y, _ = eqx.filter_vjp(lambda model: jax.vmap(model)(x), model)
     np.testing.assert_array_equal(y, jax.vmap(model)(x))
