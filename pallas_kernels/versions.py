@@ -6,9 +6,11 @@ kernels need features that JAX has since 0.11.2.
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+from jax._src import core as _core  # JAX has no other access to named axes.
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
@@ -99,3 +101,13 @@ def varying_axes(x: Any) -> frozenset[str]:
     # The attribute's name was `vma` before jax 0.10.
     manual_axes = getattr(aval, "manual_axis_type", None)
     return aval.vma if manual_axes is None else manual_axes.varying
+
+
+def axis_sizes() -> dict[Any, int]:
+    """Returns the size of each named axis within which the caller is traced."""
+    return dict(_core.get_axis_env().axis_sizes)
+
+
+def within_axes(sizes: list[tuple[Any, int]]) -> AbstractContextManager[None]:
+    """Returns a context within named axes, which are given with their sizes."""
+    return _core.extend_axis_env_nd(sizes)

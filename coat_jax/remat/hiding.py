@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.programs.primitives import Operand, is_layout, number_of
+from coat_jax.programs.primitives import Operand, entry_of, is_layout, number_of
 
 # Next to a number of this size E4M3 has few digits for numbers around 1.
 _LARGE = 1e4
@@ -20,84 +20,112 @@ _Signs = frozenset[int]
 _NONE: _Signs = frozenset()
 _BOTH: _Signs = frozenset({-1, 1})
 _SUMS = frozenset({"add", "add_any", "sub"})
-_UNBOUNDED = _SUMS | {"div", "mul"}
+# Operations that move numbers of several operands into one result.
+_JOINS = frozenset(
+    {"concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "scatter"}
+    | {"select_n", "sort"}
+)
 
 
 class _Numbers(NamedTuple):
     """The large numbers in an array.
 
     Attributes:
-      uniform: The signs of the array's numbers if all are large, otherwise empty.
-      hiding: The signs of the large numbers among others in the array.
-      is_product: Whether the array has a large factor, so that its numbers may be large
-        or zero.
+      number: The number that all elements equal, or None.
+      factor: A number if all elements are multiples of it by a mask, such as
+        `(1 - mask) * -1e9`, or None.
+      hiding: The signs of the large numbers among other numbers in the array.
+      is_rare: Whether it is a condition that holds for infinities alone.
     """
 
-    uniform: _Signs = _NONE
+    number: float | None = None
+    factor: float | None = None
     hiding: _Signs = _NONE
-    is_product: bool = False
+    is_rare: bool = False
+
+    @property
+    def large(self) -> _Signs:
+        """The signs of the array's large numbers."""
+        if _is_large(self.number):
+            return frozenset({int(math.copysign(1, self.number))})
+        return _BOTH if _is_large(self.factor) else self.hiding
 
 
 def hiding_arrays(program: core.Jaxpr) -> set[core.Var]:
     """Returns the arrays of a program in which numbers of the program hide others.
 
     They are selections between an array and a large number, as in
-    `where(mask, x, -1e9)`, sums with such a selection or with a product of a large
+    `where(mask, x, -1e9)`, sums with such a selection or with a mask times a large
     number, as in `x + (1 - mask) * -1e9`, and what is computed from them by functions
     without a bound.
 
     Args:
       program: A program with its calls inlined.
     """
-    known: dict[core.Var, _Numbers] = {}
+    # Any argument may be a mask.
+    known = {var: _Numbers(factor=1.0) for var in program.invars}
 
     def numbers(v: Operand) -> _Numbers:
         if isinstance(v, core.Literal):
-            return _Numbers(uniform=_large(v))
+            return _Numbers(number=_number(v))
         return known.get(v, _Numbers())
 
     for eqn in program.eqns:
-        result = _of_result(eqn, list(map(numbers, eqn.invars)))
-        if any(result):
-            known |= dict.fromkeys(eqn.outvars, result)
-    return {v for v, each in known.items() if each.hiding and not each.uniform}
+        known |= dict.fromkeys(
+            eqn.outvars, _of_result(eqn, [*map(numbers, eqn.invars)])
+        )
+    return {var for var, each in known.items() if each.hiding}
 
 
 def _of_result(eqn: core.JaxprEqn, operands: Sequence[_Numbers]) -> _Numbers:
-    """Returns what is known of the large numbers in an operation's results."""
+    """Returns the large numbers in an operation's results."""
     name = eqn.primitive.name
     if is_layout(eqn):
-        return operands[0]
-    if name == "select_n":
-        cases = [x.uniform for x in operands[1:]]
-        hiding = _NONE.union(*cases, *(x.hiding for x in operands[1:]))
-        return _Numbers(uniform=hiding if all(cases) else _NONE, hiding=hiding)
+        (x,) = operands[:1]
+        is_mask = not jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
+        return _Numbers(factor=1.0) if is_mask and x.number is None else x
+    if name in _JOINS:
+        conditions = operands[:1] if name == "select_n" else []
+        cases = operands[len(conditions) :]
+        if any(condition.is_rare for condition in conditions):
+            return _Numbers(hiding=_NONE.union(*(x.hiding for x in cases)))
+        return _Numbers(hiding=_NONE.union(*(x.large for x in cases)))
+    if name == "eq":
+        return _Numbers(is_rare=any(math.isinf(x.number or 0) for x in operands))
+    sizes = [x.number if x.factor is None else x.factor for x in operands]
     hiding = _NONE.union(*(x.hiding for x in operands))
-    products = [x for x in operands if x.is_product]
-    if name in _SUMS and len(products) == 1:
-        return _Numbers(hiding=_BOTH)
-    if name == "mul" and (products or any(x.uniform for x in operands)):
-        return _Numbers(hiding=_BOTH if hiding else _NONE, is_product=True)
-    if not hiding:
-        return _Numbers(is_product=name == "neg" and bool(products))
-    if name in ("max", "min"):
-        literals = [v for v in eqn.invars if isinstance(v, core.Literal)]
-        is_cut = any(not _large(literal) for literal in literals)
-        return _Numbers(
-            hiding=hiding - {-1 if name == "max" else 1} if is_cut else hiding
-        )
+    if name in _SUMS:
+        if None not in sizes:  # A mask minus a number, for one.
+            return _Numbers(factor=max(map(abs, sizes)))
+        is_hidden = any(_is_large(x.factor) for x in operands)
+        return _Numbers(hiding=_BOTH if is_hidden or hiding else _NONE)
+    if name in ("div", "mul"):
+        factor = None
+        if None not in sizes and sum(x.factor is None for x in operands):
+            a, b = sizes
+            factor = a * b if name == "mul" else a / b if b else math.inf
+        return _Numbers(factor=factor, hiding=_BOTH if hiding else _NONE)
+    if name in ("clamp", "max", "min"):
+        bounds = [x.number for x in operands if x.number is not None]
+        is_cut = any(not _is_large(bound) for bound in bounds)
+        cut = {"clamp": _BOTH, "max": {-1}, "min": {1}}[name] if is_cut else _NONE
+        return _Numbers(hiding=hiding - cut)
     if name == "neg":
-        return _Numbers(hiding=frozenset(-sign for sign in hiding))
-    if name in ("abs", "square"):
+        (x,) = operands
+        factor = None if x.factor is None else -x.factor
+        return _Numbers(factor=factor, hiding=frozenset(-sign for sign in hiding))
+    if name in ("abs", "square") and hiding:
         return _Numbers(hiding=frozenset({1}))
-    return _Numbers(hiding=_BOTH if name in _UNBOUNDED else _NONE)
+    entry = entry_of(eqn)
+    return _Numbers(factor=1.0 if entry and entry.errors == "bounded" else None)
 
 
-def _large(literal: core.Literal) -> _Signs:
-    """Returns the sign of a floating number if it is large, in a set."""
-    aval = literal.aval
-    if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating) or aval.shape:
-        return _NONE
-    number = number_of(literal)
-    sign = int(math.copysign(1, number))
-    return frozenset({sign}) if abs(number) >= _LARGE else _NONE
+def _is_large(number: float | None) -> bool:
+    return number is not None and abs(number) >= _LARGE
+
+
+def _number(literal: core.Literal) -> float | None:
+    """Returns the value of a real scalar, or None for any other literal."""
+    dtype = getattr(literal.aval, "dtype", jnp.dtype(bool))
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return number_of(literal) if is_real and literal.aval.shape == () else None

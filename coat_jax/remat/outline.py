@@ -9,7 +9,7 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
-from coat_jax.programs.primitives import all_eqns
+from pallas_kernels import versions
 from pallas_kernels.dispatch import operations
 
 # The most programs of one function, for different argument types, that are kept.
@@ -75,48 +75,25 @@ def _called(jaxpr: core.ClosedJaxpr, name: str) -> Callable[[Sequence[Any]], lis
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class AxisEnv:
-    """The named axes, as of `jax.vmap`, over which a program has collectives.
+    """The named axes, as of `jax.vmap`, within which a function is differentiated.
 
     JAX runs the backward pass of a custom derivative under `jax.vmap` outside of the
-    axis, where a trace of the backward pass would not find its name.
+    axis, where a trace of a collective would not find its name.
 
     Attributes:
       sizes: The name and the size of each axis.
     """
 
-    sizes: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[Any, int], ...]
 
     @classmethod
-    def of(cls, program: core.Jaxpr) -> "AxisEnv":
-        """Returns the axes of a program that is being traced."""
-        axes = (
-            eqn.params.get(key)
-            for eqn in all_eqns(program.eqns)
-            for key in ("axes", "axis_name")
-        )
-        names = {n for axis in axes for n in (axis if _is_tuple(axis) else [axis])}
-        # The program may bind others itself, as with a `shard_map`.
-        bound = sorted(n for n in names if isinstance(n, str) and _is_bound(n))
-        return cls(tuple((name, jax.lax.axis_size(name)) for name in bound))
+    def current(cls) -> "AxisEnv":
+        """Returns the axes within which the caller is traced."""
+        return cls(tuple(versions.axis_sizes().items()))
 
     def call[Result](self, fn: Callable[..., Result], *args: Any) -> Result:
-        """Returns `fn(*args)`, traced within those axes that have no name here."""
-        missing = [(name, size) for name, size in self.sizes if not _is_bound(name)]
-        if not missing:
+        """Returns `fn(*args)`, called within those axes that have no name here."""
+        known = versions.axis_sizes()
+        missing = [(name, size) for name, size in self.sizes if name not in known]
+        with versions.within_axes(missing):
             return fn(*args)
-        traced = jax.make_jaxpr(fn, axis_env=missing, return_shape=True)
-        program, results = traced(*args)
-        leaves = core.jaxpr_as_fun(program)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(results), leaves)
-
-
-def _is_tuple(x: Any) -> bool:
-    return isinstance(x, tuple | list)
-
-
-def _is_bound(name: str) -> bool:
-    try:
-        jax.lax.axis_size(name)
-    except NameError:
-        return False
-    return True

@@ -179,6 +179,8 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
                     ways[index] = "recompute"
 
     for index in offloaded:
+        if _is_copy(ways[index]) and residuals[index] in derivation.hiding:
+            ways[index] = Wide(_HIDING)
         if _is_saved(ways[index]):
             ways[index] = dataclasses.replace(ways[index], offloaded=True)
 

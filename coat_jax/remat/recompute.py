@@ -31,6 +31,7 @@ class Derivation:
     """The arrays of a program that follow from its saved arrays.
 
     Attributes:
+      hiding: The arrays in which large numbers hide others, of which no copy is made.
       known: The arrays that follow. The entry of an array says, for example, how many
         operations compute it, and from which copies.
     """
@@ -64,8 +65,7 @@ class Derivation:
                 self.known |= dict.fromkeys(eqn.outvars, self._constant(eqn))
         normalized = normalized_arrays(program, statistics, self.known.keys())
         self._errors = Errors(self._makers, normalized, group)
-        self._hiding = hiding_arrays(program)
-        self._hiding = hiding_arrays(program)
+        self.hiding = hiding_arrays(program)
 
     def _constant(self, eqn: core.JaxprEqn) -> Known:
         """Describes the results of an operation on constants."""
@@ -116,7 +116,7 @@ class Derivation:
             sources = [
                 (source, following)
                 for source, following in self._sources(var)
-                if source not in self._hiding and (source is var or may_copy(source))
+                if source not in self.hiding and (source is var or may_copy(source))
             ]
             if sources:
                 # `max` returns the first of equal candidates, the nearest to var.

@@ -307,8 +307,7 @@ def _with_fp8_residuals(
             (np.array(x) if isinstance(x, np.ndarray) else x) if is_needed else None
             for x, is_needed in needed
         ]
-        axes = AxisEnv.of(traced.forward.jaxpr)
-        return outputs, (references, saved, planned, axes)
+        return outputs, (references, saved, planned, AxisEnv.current())
 
     @outline
     def backward(residuals, cotangents):

@@ -50,6 +50,45 @@ def test_collectives_over_mapped_axes(policy, compiled):
     assert 0 < difference < 0.1 * np.linalg.norm(expected)
 
 
+@jax.custom_vjp
+def reduced_later(x):
+    """Returns x; its gradient is the mean over the axis, as in tensor parallelism."""
+    return x
+
+
+reduced_later.defvjp(lambda x: (x, None), lambda _, dy: (lax.pmean(dy, "batch"),))
+
+
+def later(params, x):
+    return reduced_later(jax.nn.silu(x @ params["a"])) ** 2 @ params["b"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_collectives_of_derivatives(compiled):
+    run = jax.jit(gradient, static_argnums=0) if compiled else gradient
+    expected = flat(gradient(later, *arrays()))
+    difference = np.linalg.norm(flat(run(coat.fp8_remat(later), *arrays())) - expected)
+    assert 0 < difference < 0.1 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_collectives_over_an_outer_axis(compiled):
+    params, x = arrays()
+
+    def gradient(fn, params):
+        mapped = jax.vmap(jax.vmap(fn, (None, 0)), (None, 0), axis_name="batch")
+
+        def loss(params):
+            return jnp.mean(jnp.square(mapped(params, jnp.stack([x, x[::-1]]))))
+
+        return jax.grad(loss)(params)
+
+    expected = flat(gradient(normed, params))
+    run = jax.jit(gradient, static_argnums=0) if compiled else gradient
+    difference = np.linalg.norm(flat(run(coat.fp8_remat(normed), params)) - expected)
+    assert 0 < difference < 0.1 * np.linalg.norm(expected)
+
+
 def test_collectives_of_equinox():
     class Model(eqx.Module):
         first: eqx.nn.Linear
