@@ -56,7 +56,7 @@ def reduced_later(x):
     return x
 
 
-reduced_later.defvjp(lambda x: (x, None), lambda _, dy: (lax.pmean(dy, "batch"),))
+reduced_later.defvjp(lambda x: (x, None), lambda _, dy: (lax.psum(dy, "batch") / 4,))
 
 
 def later(params, x):
