@@ -12,14 +12,15 @@ import numpy as np
 import optax
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
-from jax.tree_util import keystr, tree_leaves_with_path
+from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 from coat_jax import serialization
-from coat_jax.optimizers.moment import KNOWN, Moment
+from coat_jax.optimizers.moment import KNOWN, SIGNED, Moment
 from coat_jax.optimizers.places import Path, field_of, fields_of
 from coat_jax.optimizers.sharding import nbytes, zeros_like
 from coat_jax.optimizers.state import VERSION, Layout, QuantizedState, Rounding
 from coat_jax.optimizers.trees import by_path, in_boxes, is_box, unboxed
+from coat_jax.programs.graph import dependences
 from coat_jax.quantization.granularity import PerGroup
 
 # Parameters of fewer elements have float32 moments. These are the scales of norms and
@@ -35,7 +36,6 @@ class Choices(NamedTuple):
     quantize_mask: Any
     granularity: PerGroup
     rounding: Rounding
-    known: Mapping[str, Mapping[str, Moment | None]]
 
     def of(self, record: str, field: str) -> Moment | str | None:
         """Returns a field's storage: a `Moment`, None for float32, or "unknown".
@@ -46,7 +46,7 @@ class Choices(NamedTuple):
         """
         if field in self.moments:
             return self.moments[field]
-        return self.known.get(record, {}).get(field, "unknown")
+        return KNOWN.get(record, {}).get(field, "unknown")
 
 
 def initial_state(
@@ -72,6 +72,13 @@ def initial_state(
         if isinstance(choice := choices.of(record, path[-1].name), Moment)
     }
     _check_names(choices.moments, fields)
+    by_default = {
+        field: moment
+        for field, moment in moments.items()
+        if field[-1].name not in choices.moments
+    }
+    of_ratios = _averages_of_ratios(inner, wide, abstract, by_default)
+    moments |= dict.fromkeys(of_ratios, SIGNED)
     layout = Layout(tuple(moments.items()), choices.rounding)
     chosen, unknown, named = {}, set(), []
     for path, leaf in leaves:
@@ -100,6 +107,53 @@ def initial_state(
     state = in_boxes(state, by_path(params, is_leaf=is_box))
     zero = jnp.zeros([], jnp.int32)
     return QuantizedState(state, zero, zero + VERSION, layout)
+
+
+def _averages_of_ratios(
+    inner: optax.GradientTransformation,
+    params: Any,
+    state: Any,
+    moments: Mapping[Path, Moment],
+) -> list[Path]:
+    """Returns the fields with an average that reads the second moment in a step.
+
+    A first moment is stored divided by the root of a second one, because it averages
+    gradients. ADOPT has Adam's state, but averages gradients that it has divided.
+
+    Args:
+      inner: The transformation.
+      params: The parameters, in float32.
+      state: The types of the transformation's state.
+      moments: The storage of each field to look at, by its path.
+    """
+    roots = {
+        field: (*field[:-1], GetAttrKey(moment.over_root_of))
+        for field, moment in moments.items()
+        if moment.over_root_of is not None
+    }
+    if not roots:
+        return []
+    arguments = params, state, params
+    try:
+        step = jax.make_jaxpr(inner.update, return_shape=True)
+        program, after = step(*arguments)
+    except Exception:  # A step may need arguments that only the caller has.
+        return []
+
+    def is_in(key, field):
+        return key[0].idx == 1 and key[1 : len(field) + 1] == field
+
+    keys, results = (
+        [key for key, _ in tree_leaves_with_path(tree)] for tree in (arguments, after)
+    )
+    reads = dependences(program.jaxpr, [frozenset({i}) for i in range(len(keys))])
+    of_ratios = []
+    for field, root in roots.items():
+        pairs = zip(results, reads, strict=True)
+        read = {i for key, indices in pairs if is_in(key, field) for i in indices}
+        if any(is_in(keys[i], root) for i in read):
+            of_ratios.append(field)
+    return of_ratios
 
 
 def _not_smaller(

@@ -8,12 +8,7 @@ should. COAT (arXiv 2410.19313) rounds to nearest; use `rounding="nearest"` for 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from functools import partial
-from types import CellType, FunctionType
-from typing import Any
-
-import optax
+from collections.abc import Mapping
 
 from coat_jax.quantization.formats import E4M3, UE4M4, Format
 from pallas_kernels.checks import is_positive_number
@@ -99,43 +94,3 @@ KNOWN: Mapping[str, Mapping[str, Moment | None]] = {
     "MultiStepsState": {"acc_grads": None},
     "ApplyEvery": {"grad_acc": None},
 }
-# ADOPT has the state of Adam, but averages gradients that it has divided by the root.
-_OF_ADOPT = {"ScaleByAdamState": {"mu": SIGNED, "nu": SQUARES}}
-
-
-def known_of(
-    tx: optax.GradientTransformation,
-) -> Mapping[str, Mapping[str, Moment | None]]:
-    """Returns the moving averages of a transformation, by state and field.
-
-    They are those in `KNOWN`, except in a chain with `optax.contrib.scale_by_adopt`.
-    """
-    names = {fn.__qualname__.split(".")[0] for fn in _functions_in(tx)}
-    return {**KNOWN, **_OF_ADOPT} if "scale_by_adopt" in names else KNOWN
-
-
-def _functions_in(tx: optax.GradientTransformation) -> list[Callable]:
-    """Returns the functions of a transformation, and those that they close over."""
-    functions: list[Callable] = []
-    queue: list[Any] = [tx]
-    for x in queue:
-        if isinstance(x, partial):
-            queue += [x.func, *x.args, *x.keywords.values()]
-        elif isinstance(x, tuple | list):
-            queue += x
-        elif isinstance(x, Mapping):
-            queue += x.values()
-        elif hasattr(x, "__wrapped__"):  # A function under `jax.jit`, for one.
-            queue.append(x.__wrapped__)
-        elif isinstance(x, FunctionType) and x not in functions:
-            functions.append(x)
-            cells = [*(x.__closure__ or ()), *(x.__defaults__ or ())]
-            queue += [_content(c) if isinstance(c, CellType) else c for c in cells]
-    return functions
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # It has none yet.
-        return None

@@ -9,7 +9,7 @@ import optax
 
 from coat_jax.optimizers.codec import dequantized, quantized
 from coat_jax.optimizers.initial import Choices, initial_state
-from coat_jax.optimizers.moment import Moment, known_of
+from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.state import Rounding, check_gradients, check_state, next_state
 from coat_jax.optimizers.trees import boxed, unboxed
 from coat_jax.quantization.granularity import PerGroup
@@ -96,8 +96,7 @@ def with_quantized_state(
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params):
-        known = known_of(inner)
-        chosen = Choices(moments or {}, quantize_mask, granularity, rounding, known)
+        chosen = Choices(moments or {}, quantize_mask, granularity, rounding)
         return initial_state(inner, params, chosen)
 
     def update_fn(updates, state, params=None, **extra_args):

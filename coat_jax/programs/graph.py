@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from coat_jax.programs.primitives import Operand, is_stateful, variables
+from coat_jax.programs.primitives import Operand, bodies_of, is_stateful, variables
 from pallas_kernels import versions
 
 # Calls that `written_out` inlines.
@@ -278,3 +278,29 @@ def _key(eqn: core.JaxprEqn) -> Any:
 
 def _literal(literal: core.Literal) -> tuple:
     return literal.aval, np.asarray(literal.val).tobytes()
+
+
+def dependences(
+    program: core.Jaxpr, operands: Sequence[frozenset[int]]
+) -> list[frozenset[int]]:
+    """Returns the set of indices on which each result of a program depends.
+
+    Args:
+      program: The program.
+      operands: The set of indices on which each argument depends.
+    """
+    program = written_out(program)
+    reads = dict(zip(program.invars, operands, strict=True))
+
+    def of(x: Operand) -> frozenset[int]:
+        return frozenset() if isinstance(x, core.Literal) else reads.get(x, frozenset())
+
+    for eqn in program.eqns:
+        values = [of(x) for x in eqn.invars]
+        results = [frozenset().union(*values)] * len(eqn.outvars)
+        if eqn.primitive.name == "cond":
+            which, *others = values
+            branches = [dependences(body, others) for body in bodies_of(eqn)]
+            results = [which.union(*each) for each in zip(*branches, strict=True)]
+        reads.update(zip(eqn.outvars, results, strict=True))
+    return [of(x) for x in program.outvars]

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from coat_jax.optimizers.fused import NotFusedError, fused_update
 from coat_jax.optimizers.places import fields_of
-from coat_jax.programs.graph import written_out
+from coat_jax.programs.graph import dependences, written_out
 from coat_jax.programs.primitives import all_eqns, bodies_of
 from coat_jax.release.parts import Optimizer, Parameters
 from pallas_kernels.dispatch import operations, stand_ins
@@ -73,7 +73,7 @@ def _check_own_gradients(update: Callable, whole: Parameters, state: Any) -> Non
     owners = [*range(2 * count)]  # Gradients, parameters.
     owners += [None if j is None else count + j for j in whole.owners()]
     operands = [_NONE if j is None else frozenset({j}) for j in owners]
-    results = iter(_dependences(program.jaxpr, operands))
+    results = iter(dependences(program.jaxpr, operands))
     _, states, shared = after
     for j in range(count):
         _check_reads(whole, next(results), j, f"the step of {whole.names[j]}")
@@ -108,30 +108,6 @@ def _check_draws(program: Jaxpr) -> None:
             "the optimizer draws random numbers, as optax.add_noise does, which depend "
             "on the number of parameters that step together. Use jax.value_and_grad"
         )
-
-
-def _dependences(program: Jaxpr, operands: Sequence[_Indices]) -> list[_Indices]:
-    """Returns the set of indices on which each result of a program depends.
-
-    Args:
-      program: The program.
-      operands: The set of indices on which each argument depends.
-    """
-    program = written_out(program)
-    reads = dict(zip(program.invars, operands, strict=True))
-
-    def of(x):
-        return _NONE if isinstance(x, Literal) else reads.get(x, _NONE)
-
-    for eqn in program.eqns:
-        values = [of(x) for x in eqn.invars]
-        results = [_NONE.union(*values)] * len(eqn.outvars)
-        if eqn.primitive.name == "cond":
-            which, *others = values
-            branches = [_dependences(body, others) for body in bodies_of(eqn)]
-            results = [which.union(*each) for each in zip(*branches, strict=True)]
-        reads.update(zip(eqn.outvars, results, strict=True))
-    return [of(x) for x in program.outvars]
 
 
 def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) -> None:

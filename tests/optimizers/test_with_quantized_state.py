@@ -11,7 +11,6 @@ import pytest
 from helpers.marks import slow_except
 
 import coat_jax as coat
-from coat_jax.optimizers.moment import known_of
 from coat_jax.quantization.array import QuantizedArray
 
 SHAPE = (64, 256)
@@ -105,10 +104,38 @@ def test_later_steps_stay_beside_the_plain_ones(make, averages):
     assert np.corrcoef(a, b)[0, 1] > 0.9
 
 
-def test_adopt_is_known_after_jit():
-    adopt = optax.contrib.adopt(1e-2)
-    compiled = optax.GradientTransformation(adopt.init, jax.jit(adopt.update))
-    assert known_of(compiled) == known_of(adopt) != known_of(optax.adam(1e-2))
+def adopt_in(name):
+    adopt = optax.contrib.adopt
+    if name == "jit":
+        tx = adopt(1e-2)
+        return optax.GradientTransformation(tx.init, jax.jit(tx.update))
+    if name == "hyperparameters":
+        make = optax.inject_hyperparams(adopt, static_args=("clip_value_fn",))
+        return make(learning_rate=1e-2)
+    if name == "steps":
+        return optax.MultiSteps(adopt(1e-2), 2).gradient_transformation()
+    by_name = {"w": adopt(1e-2), "b": optax.adam(1e-2)}
+    return optax.partition(by_name, {"w": "w", "b": "b"})
+
+
+@pytest.mark.parametrize("name", ["jit", "hyperparameters", "steps", "partition"])
+def test_a_first_moment_of_ratios_is_no_ratio_itself(name):
+    """ADOPT has Adam's state, and averages gradients over the second moment's root."""
+    state = jax.eval_shape(coat.with_quantized_state(adopt_in(name)).init, PARAMS)
+    (mu,) = (
+        m
+        for path, m in state.layout.moments
+        if path[-1].name == "mu" and "b" not in jax.tree_util.keystr(path)
+    )
+    assert mu.over_root_of is None
+
+
+def test_a_first_moment_of_gradients_is_a_ratio():
+    steps = optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
+    for tx in (optax.adamw(1e-2), steps, optax.adabelief(1e-2)):
+        state = jax.eval_shape(coat.with_quantized_state(tx).init, PARAMS)
+        (mu,) = (m for path, m in state.layout.moments if path[-1].name == "mu")
+        assert mu.over_root_of == "nu"
 
 
 def injected(tx):
