@@ -52,15 +52,15 @@ class MatmulReport:
             for line in table
         ]
         lines = ["  ".join(line).rstrip() for line in padded]
-        converted = sum(row.converted for row in self.rows)
-        return "\n".join([*lines, f"{converted} of {len(self.rows)} matmuls in FP8"])
+        count = sum(row.converted and row.rows >= FEWEST_ROWS for row in self.rows)
+        return "\n".join([*lines, f"{count} of {len(self.rows)} matmuls in FP8"])
 
 
 def _cells(row: Matmul) -> tuple[str, str, str, str]:
     lhs, rhs = (str(list(shape)).replace(" ", "") for shape in (row.left, row.right))
     runs = "yes" if row.converted else f"no: {row.reason}"
     if row.converted and row.rows < FEWEST_ROWS:
-        runs = f"yes, from {FEWEST_ROWS} rows on"
+        runs = f"no: {row.rows} rows here, yes from {FEWEST_ROWS} on"
     return row.block or "(all)", row.parameter or "-", f"{lhs} x {rhs}", runs
 
 
@@ -71,9 +71,9 @@ def fp8_report(
 
     The call is traced and nothing is computed. Matmuls that stay as they are come with
     the reason: the size, the rule `matmuls=`, a loop around the matmul, or two operands
-    that are activations. "yes, from 16 rows on" means that this call has too few rows
-    for FP8, and that a larger batch or `vmap` can have enough; see `fp8_dot_general`. A
-    block that is called several times with the same shapes is listed once.
+    that are activations. "no: 8 rows here, yes from 16 on" means that a larger batch
+    runs in FP8. Under `jax.vmap` the rows are those of one example. A block that is
+    called several times with the same shapes is listed once.
 
     Args:
       model: What `coat.fp8` returned, or a function that calls it, such as a loss. A

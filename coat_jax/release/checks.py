@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, Literal
 from coat_jax.optimizers.fused import NotFusedError, fused_update
 from coat_jax.optimizers.places import fields_of
 from coat_jax.programs.graph import dependences, written_out
-from coat_jax.programs.primitives import all_eqns, bodies_of
+from coat_jax.programs.primitives import all_eqns, bodies_of, is_layout
 from coat_jax.release.parts import Optimizer, Parameters
 from pallas_kernels.dispatch import operations, stand_ins
 
@@ -126,7 +126,7 @@ def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) 
     with operations.unexplained():
         program = jax.make_jaxpr(lambda leaves: loss(params.treedef.unflatten(leaves)))
         program = program(params.leaves).jaxpr
-    stacks = _scanned(program, len(shapes))
+    stacks = _scanned(program, range(len(shapes)))
     for j in sorted(stacks.intersection(large)):
         warnings.warn(
             f"all gradients of {params.names[j]} {list(shapes[j])} exist at once, "
@@ -138,28 +138,38 @@ def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) 
 
 
 def _is_large_stack(x: Any) -> bool:
-    return x.ndim > 2 and x.size * x.dtype.itemsize > 2**20
+    return np.ndim(x) > 2 and np.size(x) * jnp.result_type(x).itemsize > 2**20
 
 
-def _scanned(program: Jaxpr, count: int) -> set[int]:
-    """Returns the indices of the first `count` arguments that a scan slices."""
+def _scanned(program: Jaxpr, indices: Sequence[int | None]) -> set[int]:
+    """Returns the indices of the arguments that a scan slices, at any depth.
+
+    Args:
+      program: The program.
+      indices: The index of each argument, or None.
+    """
     program = written_out(program)
-    index = dict(zip(program.invars[:count], range(count), strict=True))
+    index = dict(zip(program.invars, indices, strict=True))
     scanned: set[int] = set()
     for eqn in program.eqns:
         operands = [
             None if isinstance(x, Literal) else index.get(x) for x in eqn.invars
         ]
-        if eqn.primitive.name == "convert_element_type":
-            index[eqn.outvars[0]] = operands[0]
-        elif eqn.primitive.name == "scan":
-            [body] = bodies_of(eqn)
-            pairs = zip(body.invars, eqn.invars, operands, strict=True)
-            scanned |= {
-                j
-                for x, stack, j in pairs
-                if j is not None and x.aval.shape == stack.aval.shape[1:]
-            }
+        if is_layout(eqn):
+            index |= dict.fromkeys(eqn.outvars, operands[0])
+        is_scan = eqn.primitive.name == "scan"
+        for body in bodies_of(eqn):
+            # The first operand of `cond` says which of its programs runs.
+            inputs = operands[-len(body.invars) :] if body.invars else []
+            if is_scan:
+                pairs = zip(body.invars, eqn.invars, inputs, strict=True)
+                scanned |= {
+                    j
+                    for x, stack, j in pairs
+                    if j is not None and x.aval.shape == stack.aval.shape[1:]
+                }
+            elif eqn.primitive.name != "while":
+                scanned |= _scanned(body, inputs)
     return scanned
 
 

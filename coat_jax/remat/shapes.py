@@ -9,6 +9,7 @@ from coat_jax.programs.primitives import size_of
 
 # Quantizing a smaller residual saves too few bytes to pay for two more operations.
 MIN_SIZE = 4096
+TOO_SMALL = f"fewer than {MIN_SIZE} elements"
 # Scales of shorter rows would take too many bytes. For such rows the last axis is
 # merged with axes before it, except the first axis. Rows of one element are statistics.
 _MIN_ROW_BYTES = 16
@@ -30,7 +31,7 @@ def why_not_fp8(aval: jax.core.ShapedArray) -> str | None:
     if aval.dtype.itemsize == 8:
         return "float64, whose range scales do not have"
     if size_of(aval) < MIN_SIZE:
-        return f"fewer than {MIN_SIZE} elements"
+        return TOO_SMALL
     if not isinstance(aval.shape[-1], int):
         return "rows of unknown length"
     if _is_short(aval) and not merged_axes(aval):

@@ -16,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
 
-from coat_jax.programs.primitives import all_eqns, size_of
 from coat_jax.quantization.array import QuantizedArray, scales_as_bits, undifferentiated
 from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
@@ -24,9 +23,9 @@ from coat_jax.remat.fingerprint import fingerprint
 from coat_jax.remat.notes import Note
 from coat_jax.remat.options import Options
 from coat_jax.remat.outline import KEPT, AxisEnv, outlined
-from coat_jax.remat.plan import Copy, Wide, plan
+from coat_jax.remat.plan import Copy, Plan, Wide, plan
 from coat_jax.remat.policies import linearize_by_policy, with_maxima_saved
-from coat_jax.remat.shapes import MIN_SIZE
+from coat_jax.remat.shapes import MIN_SIZE, TOO_SMALL
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import versions
 from pallas_kernels.checks import warn_once
@@ -181,8 +180,6 @@ class _Programs:
         try:
             with operations.counted():
                 jaxpr, tree = self._traced(arrays)
-                if (examples := max(map(_examples, arrays), default=1)) > 1:
-                    _warn_of_examples(jaxpr.jaxpr, examples)
                 make = self._shared if self._once else self._differentiable
                 run = make(jaxpr)
                 # Values that fn closes over become arguments, saved by reference. They
@@ -237,17 +234,17 @@ def _examples(x: Any) -> int:
     return (x.val.shape[x.batch_dim] if mapped else 1) * _examples(x.val)
 
 
-def _warn_of_examples(program: core.Jaxpr, examples: int) -> None:
-    """Warns if all arrays of a function under `jax.vmap` are too small for copies.
-
-    It does not if the arrays of all examples are small, too.
-    """
-    sizes = [size_of(v.aval) for eqn in all_eqns(program.eqns) for v in eqn.outvars]
-    if max(sizes, default=MIN_SIZE) < MIN_SIZE and sum(sizes) * examples >= _LARGE:
+def _warn_of_examples(args: Sequence[Any], saved: Sequence[Any], planned: Plan) -> None:
+    """Warns if `jax.vmap` makes large what is too small for copies in one example."""
+    examples = max(map(_examples, args), default=1)
+    ways = zip(planned.kept, saved, strict=False)
+    small = [x for way, x in ways if isinstance(way, Wide) and way.reason == TOO_SMALL]
+    elements = sum(x.size for x in small)
+    if examples > 1 and elements * examples >= _LARGE:
         warn_once(
-            "fp8_remat saves nothing in FP8 of a function of one example under "
-            f"jax.vmap: its largest array has {max(sizes)} elements, and copies have "
-            f"at least {MIN_SIZE}. Wrap what is around the vmap, as in "
+            f"fp8_remat saves {elements:,} elements for each of {examples:,} examples "
+            f"under jax.vmap as they are, because copies have at least {MIN_SIZE:,} in "
+            "one array. Wrap what is around the vmap, as in "
             "fp8_remat(lambda model, x: jax.vmap(model)(x))"
         )
 
@@ -348,7 +345,13 @@ def _with_fp8_residuals(
         gradients = axes.call(backward, residuals, given)
         return None, *[None] * constants, *gradients
 
-    run.defvjp(forward, gradients_of)
+    def forward_of(key, *args):
+        outputs, residuals = forward(key, *args)
+        _, saved, planned, _ = residuals
+        _warn_of_examples(args, saved, planned)
+        return outputs, residuals
+
+    run.defvjp(forward_of, gradients_of)
     return run
 
 

@@ -227,6 +227,15 @@ def test_what_does_not_fit_is_refused(case, options, message):
         pk.attention(q, k, v, **options)
 
 
+def test_windows_of_any_integers_are_windows():
+    q, k, v, _ = Case(s=512).arrays()
+    expected, _ = pk.attention(q, k, v, window=100)
+    for window in (jnp.int8(100), jnp.uint8(100), np.int16(100)):
+        np.testing.assert_array_equal(pk.attention(q, k, v, window=window)[0], expected)
+    whole, _ = pk.attention(q, k, v, window=2**40)
+    np.testing.assert_array_equal(pk.attention(q, k, v)[0], whole)
+
+
 def test_kernels_take_bfloat16():
     q, k, v = (x.astype(jnp.float32) for x in Case().arrays()[:3])
     with pytest.raises(ValueError, match="queries must be bfloat16, got float32"):

@@ -118,6 +118,14 @@ def test_a_parameter_may_be_read_twice_without_a_gradient():
     assert_step_is_plain(loss)
 
 
+def test_parameters_may_be_numbers_of_python():
+    params, tx = {"w": jnp.ones((4, 4)), "scale": 1.0}, optax.sgd(0.1)
+    step = coat.value_and_update(lambda p: p["w"].sum() * p["scale"], tx)
+    value, params, _ = step(params, tx.init(params))
+    assert value == 16
+    assert params["scale"] == pytest.approx(1 - 1.6)
+
+
 def test_optimizers_may_be_compiled_before():
     """The trace that looks for dependences is not the one that runs."""
     adam = coat.scale_by_fp8_adam()
@@ -161,12 +169,31 @@ def test_stacks_need_one_axis_of_layers(stacked):
         coat.scan_layers(lambda p, x: x, jnp.ones(3), stacked)
 
 
-@pytest.mark.parametrize("stacks", [["layers"], ["layers", "encoder"]], ids=len)
-def test_layers_that_lax_scan_hides_give_a_warning(stacks):
+def scanned(fn, x, stack):
+    return jax.lax.scan(lambda x, p: (fn(p, x), None), x, stack)[0]
+
+
+WAYS = {
+    "scan": scanned,
+    "checkpoint": lambda *args: jax.checkpoint(scanned, static_argnums=0)(*args),
+    "cond": lambda fn, x, stack: jax.lax.cond(
+        x.sum() > 0, lambda x, stack: scanned(fn, x, stack), lambda x, _: x, x, stack
+    ),
+    "sliced": lambda fn, x, stack: scanned(
+        fn, x, jax.tree.map(lambda p: p[:50], stack)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("stacks", "way"),
+    [(["layers"], way) for way in WAYS] + [(["layers", "encoder"], "scan")],
+)
+def test_layers_that_lax_scan_hides_give_a_warning(stacks, way):
     def loss(params, tokens):
         def run(fn, x, layers):
             for stack in [layers, *(params[name] for name in stacks[1:])]:
-                x, _ = jax.lax.scan(lambda x, p: (fn(p, x), None), x, stack)
+                x = WAYS[way](fn, x, stack)
             return x
 
         return loss_of(run)(params, tokens)
@@ -186,7 +213,7 @@ def test_layers_that_lax_scan_hides_give_a_warning(stacks):
     with pytest.warns(UserWarning, match=r"\['a'\].*coat.scan_layers"):
         jax.eval_shape(step, large, state, tokens())
     jax.eval_shape(coat.value_and_update(SCANNED, SGD), large, state, tokens())
-    if stacks == ["layers"]:
+    if (stacks, way) == (["layers"], "scan"):
         assert_step_is_plain(loss)
 
 

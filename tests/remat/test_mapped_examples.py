@@ -136,7 +136,7 @@ def saved_bytes(fn):
 def test_examples_that_are_too_small_for_copies_give_a_warning(wrap):
     checks.warn_once.cache_clear()
     plain = saved_bytes(lambda model, x: jax.vmap(model)(x))
-    with pytest.warns(UserWarning, match="one example under jax.vmap.* has 512 elem"):
+    with pytest.warns(UserWarning, match="of 2,048 examples under jax.vmap"):
         saved_bytes(lambda model, x: jax.vmap(wrap(model))(x))
     around = wrap(lambda model, x: jax.vmap(model)(x))
     assert saved_bytes(around) < 0.4 * plain
@@ -146,7 +146,29 @@ def test_a_matmul_of_few_rows_is_the_same_with_and_without_gradients():
     """Under `vmap` it has the rows of all examples if no gradient is asked for."""
     checks.warn_once.cache_clear()
     model, x = coat.fp8(mlp()), jax.random.normal(jax.random.key(1), (2048, WIDTH))
-    with pytest.warns(UserWarning, match="one example"):
+    with pytest.warns(UserWarning, match="of 2,048 examples"):
         y, _ = eqx.filter_vjp(lambda model: jax.vmap(model)(x), model)
     np.testing.assert_array_equal(y, jax.vmap(model)(x))
     np.testing.assert_allclose(y, jax.vmap(mlp())(x), rtol=1e-5, atol=1e-6)
+
+
+def test_inference_gives_no_warning():
+    checks.warn_once.cache_clear()
+    model = coat.fp8_remat(mlp())
+    jax.vmap(model)(jnp.ones((2048, WIDTH)))
+
+
+def test_casts_of_weights_do_not_hide_the_warning():
+    checks.warn_once.cache_clear()
+    params = {name: jnp.ones((256, 256)) for name in "ab"}
+
+    def fn(params, x):
+        a, b = (params[name].astype(jnp.bfloat16) for name in "ab")
+        return jax.nn.silu(x.astype(jnp.bfloat16) @ a) @ b
+
+    def loss(params):
+        return jax.vmap(coat.fp8_remat(fn), (None, 0))(params, x).sum()
+
+    x = jnp.ones((4096, 256))
+    with pytest.warns(UserWarning, match="of 4,096 examples"):
+        jax.eval_shape(jax.grad(loss), params)

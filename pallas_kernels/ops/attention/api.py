@@ -203,7 +203,7 @@ def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive, got {value!r}")
     if window is not None and not isinstance(window, jax.Array):
-        window = positive_int("window", window)
+        window = min(positive_int("window", window), max(s, 1))
     scoring = Scoring(
         scale=d**-0.5 if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
@@ -216,6 +216,8 @@ def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
         if window.shape or not jnp.issubdtype(window.dtype, jnp.integer):
             kind = f"{window.dtype}{list(window.shape)}"
             raise ValueError(f"window must be an integer scalar, got {kind}")
+        if window.dtype.itemsize < 4:  # Types that may not hold s.
+            window = window.astype(jnp.int32)
         # A distance is less than s. Larger windows could overflow in sums.
         window = jnp.clip(window, 1, max(s, 1)).astype(jnp.int32)
     return scoring, (window, segment_ids)
