@@ -71,9 +71,12 @@ def hiding_arrays(program: core.Jaxpr) -> set[core.Var]:
         return known.get(v, _Numbers())
 
     for eqn in program.eqns:
-        known |= dict.fromkeys(
-            eqn.outvars, _of_result(eqn, [*map(numbers, eqn.invars)])
-        )
+        operands = list(map(numbers, eqn.invars))
+        if len(operands) == len(eqn.outvars):  # Each result follows from one operand.
+            results = [_of_result(eqn, [x]) for x in operands]
+        else:
+            results = [_of_result(eqn, operands)] * len(eqn.outvars)
+        known |= zip(eqn.outvars, results, strict=True)
     return {var for var, each in known.items() if each.hiding}
 
 

@@ -172,12 +172,16 @@ HITS = {
     "slice": lambda x: jax.lax.dynamic_update_slice(
         H(x), jnp.full((2, S), -1e9), (0, 0)
     ),
+    "barrier": lambda x: jax.lax.optimization_barrier((x, jnp.where(MASK, H(x), -1e9)))[
+        1
+    ],
     "taken": lambda x: jnp.where(MASK, H(x), -1e9)[jnp.arange(4)],
     "scaled": lambda x: -0.5 * jnp.where(MASK, H(x), -1e9) + 3,
     "other end": lambda x: jnp.maximum(jnp.where(MASK, H(x), 1e9), 0),
 }
 NO_HITS = {
     "small": lambda x: jnp.where(MASK, H(x), -100.0),
+    "beside": lambda x: jax.lax.optimization_barrier((-1e9 + 0 * x, H(x)))[1],
     "large": lambda x: 1e9 * H(x),
     "sum of large": lambda x: 1e5 * H(x) + H(H(x)),
     "clip": lambda x: jnp.clip(jnp.where(MASK, H(x), -1e9), -5, 5),
