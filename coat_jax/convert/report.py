@@ -72,7 +72,7 @@ def fp8_report(
     The call is traced and nothing is computed. Matmuls that stay as they are come with
     the reason: the size, the rule `matmuls=`, a loop around the matmul, or two operands
     that are activations. "no: 8 rows here, yes from 16 on" means that a larger batch
-    runs in FP8. Under `jax.vmap` the rows are those of one example. A block that is
+    runs in FP8. Under `jax.vmap` only the rows of one example count. A block that is
     called several times with the same shapes is listed once.
 
     Args:

@@ -63,21 +63,21 @@ def hiding_arrays(program: core.Jaxpr) -> set[core.Var]:
       program: A program with its calls inlined.
     """
     # Any argument may be a mask.
-    known = {var: _Numbers(factor=1.0) for var in program.invars}
+    numbers_of = {var: _Numbers(factor=1.0) for var in program.invars}
 
-    def numbers(v: Operand) -> _Numbers:
+    def look_up(v: Operand) -> _Numbers:
         if isinstance(v, core.Literal):
             return _Numbers(number=_number(v))
-        return known.get(v, _Numbers())
+        return numbers_of.get(v, _Numbers())
 
     for eqn in program.eqns:
-        operands = list(map(numbers, eqn.invars))
+        operands = list(map(look_up, eqn.invars))
         if len(operands) == len(eqn.outvars):  # Each result follows from one operand.
             results = [_of_result(eqn, [x]) for x in operands]
         else:
             results = [_of_result(eqn, operands)] * len(eqn.outvars)
-        known |= zip(eqn.outvars, results, strict=True)
-    return {var for var, each in known.items() if each.hiding}
+        numbers_of |= zip(eqn.outvars, results, strict=True)
+    return {var for var, each in numbers_of.items() if each.hiding}
 
 
 def _of_result(eqn: core.JaxprEqn, operands: Sequence[_Numbers]) -> _Numbers:

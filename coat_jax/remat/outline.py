@@ -93,7 +93,7 @@ class AxisEnv:
 
     def call[Result](self, fn: Callable[..., Result], *args: Any) -> Result:
         """Returns `fn(*args)`, called within those axes that have no name here."""
-        known = versions.axis_sizes()
-        missing = [(name, size) for name, size in self.sizes if name not in known]
+        bound = versions.axis_sizes()
+        missing = [(name, size) for name, size in self.sizes if name not in bound]
         with versions.within_axes(missing):
             return fn(*args)

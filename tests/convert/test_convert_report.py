@@ -184,7 +184,7 @@ def test_report_of_all_reasons():
         ("small", "8 outputs are fewer than 128"),
         ("odd", "200 outputs are no multiple of 16"),
     ]
-    assert "0 of 11 matmuls in FP8" in str(report)  # Of 8 rows.
+    assert "0 of 11 matmuls in FP8" in str(report)  # 8 rows are too few.
     assert report.rows[0].left == (8, 128)
 
 

@@ -173,7 +173,7 @@ def scanned(fn, x, stack):
     return jax.lax.scan(lambda x, p: (fn(p, x), None), x, stack)[0]
 
 
-WAYS = {
+SCANS = {
     "scan": scanned,
     "checkpoint": lambda *args: jax.checkpoint(scanned, static_argnums=0)(*args),
     "cond": lambda fn, x, stack: jax.lax.cond(
@@ -186,14 +186,14 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("stacks", "way"),
-    [(["layers"], way) for way in WAYS] + [(["layers", "encoder"], "scan")],
+    ("stacks", "scan"),
+    [(["layers"], scan) for scan in SCANS] + [(["layers", "encoder"], "scan")],
 )
-def test_layers_that_lax_scan_hides_give_a_warning(stacks, way):
+def test_layers_that_lax_scan_hides_give_a_warning(stacks, scan):
     def loss(params, tokens):
         def run(fn, x, layers):
             for stack in [layers, *(params[name] for name in stacks[1:])]:
-                x = WAYS[way](fn, x, stack)
+                x = SCANS[scan](fn, x, stack)
             return x
 
         return loss_of(run)(params, tokens)
@@ -213,7 +213,7 @@ def test_layers_that_lax_scan_hides_give_a_warning(stacks, way):
     with pytest.warns(UserWarning, match=r"\['a'\].*coat.scan_layers"):
         jax.eval_shape(step, large, state, tokens())
     jax.eval_shape(coat.value_and_update(SCANNED, SGD), large, state, tokens())
-    if (stacks, way) == (["layers"], "scan"):
+    if (stacks, scan) == (["layers"], "scan"):
         assert_step_is_plain(loss)
 
 
