@@ -1,5 +1,7 @@
 """Tests `fp8_remat` within `jax.vmap`: of functions of one example."""
 
+import warnings
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,16 @@ from helpers.gradients import flat
 from jax import lax
 
 import coat_jax as coat
-from pallas_kernels import checks
+from coat_jax.remat import vjp
 
 pytestmark = pytest.mark.internals
+
+
+@pytest.fixture(autouse=True)
+def every_warning(monkeypatch):
+    """Lets each test see the warnings that are given once in a process."""
+    monkeypatch.setattr(vjp, "warn_once", warnings.warn)
+
 
 WIDTH, ROWS = 128, 64
 
@@ -134,7 +143,6 @@ def saved_bytes(fn):
 
 @pytest.mark.parametrize("wrap", [coat.fp8_remat, coat.fp8])
 def test_examples_that_are_too_small_for_copies_give_a_warning(wrap):
-    checks.warn_once.cache_clear()
     plain = saved_bytes(lambda model, x: jax.vmap(model)(x))
     with pytest.warns(UserWarning, match="of 2,048 examples under jax.vmap"):
         saved_bytes(lambda model, x: jax.vmap(wrap(model))(x))
@@ -144,7 +152,6 @@ def test_examples_that_are_too_small_for_copies_give_a_warning(wrap):
 
 def test_a_matmul_of_few_rows_is_the_same_with_and_without_gradients():
     """Under `vmap` it has the rows of all examples if no gradient is asked for."""
-    checks.warn_once.cache_clear()
     model, x = coat.fp8(mlp()), jax.random.normal(jax.random.key(1), (2048, WIDTH))
     with pytest.warns(UserWarning, match="of 2,048 examples"):
         y, _ = eqx.filter_vjp(lambda model: jax.vmap(model)(x), model)
@@ -153,13 +160,11 @@ def test_a_matmul_of_few_rows_is_the_same_with_and_without_gradients():
 
 
 def test_inference_gives_no_warning():
-    checks.warn_once.cache_clear()
     model = coat.fp8_remat(mlp())
     jax.vmap(model)(jnp.ones((2048, WIDTH)))
 
 
 def test_casts_of_weights_do_not_hide_the_warning():
-    checks.warn_once.cache_clear()
     params = {name: jnp.ones((256, 256)) for name in "ab"}
 
     def fn(params, x):
