@@ -13,15 +13,19 @@ from pallas_kernels.ops.attention import api
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("a"), P("a", None, "b"), P(None, None, ("a", "b"))])
-def test_devices_compute_their_sequences_and_heads(kind, spec, monkeypatch):
-    """The definition runs in the kernel's place, on each device's part."""
+@pytest.fixture(autouse=True)
+def definitions(monkeypatch):
+    """Runs the definition in the kernel's place, on each device's part."""
     for operation in (api._Attention, api._AttentionGrad):
         monkeypatch.setattr(
             operation, "kernel", lambda self, *arrays: self.reference(*arrays)
         )
         monkeypatch.setattr(operation, "obstacle", lambda self, *arrays: None)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("a"), P("a", None, "b"), P(None, None, ("a", "b"))])
+def test_devices_compute_their_sequences_and_heads(kind, spec):
     rng = np.random.default_rng(0)
     sizes = [(4, 16, heads, 8) for heads in (8, 4, 4, 8)]
     arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in sizes]
@@ -47,12 +51,8 @@ def test_devices_compute_their_sequences_and_heads(kind, spec, monkeypatch):
         assert x.addressable_shards[0].data.size == x.size // parts
 
 
-def test_more_devices_than_key_heads(monkeypatch):
+def test_more_devices_than_key_heads():
     """XLA would split key heads over a part of the axis that splits query heads."""
-    monkeypatch.setattr(
-        api._Attention, "kernel", lambda self, *arrays: self.reference(*arrays)
-    )
-    monkeypatch.setattr(api._Attention, "obstacle", lambda self, *arrays: None)
     rng = np.random.default_rng(0)
     q, k, v = (
         jnp.asarray(rng.standard_normal((2, 16, heads, 8)), jnp.float32)
@@ -70,12 +70,7 @@ def test_more_devices_than_key_heads(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_devices_have_some_query_heads_of_one_key_head(kind, monkeypatch):
-    for operation in (api._Attention, api._AttentionGrad):
-        monkeypatch.setattr(
-            operation, "kernel", lambda self, *arrays: self.reference(*arrays)
-        )
-        monkeypatch.setattr(operation, "obstacle", lambda self, *arrays: None)
+def test_devices_have_some_query_heads_of_one_key_head(kind):
     rng = np.random.default_rng(0)
     sizes = [(4, 16, heads, 8) for heads in (8, 1, 1, 8)]
     arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in sizes]
