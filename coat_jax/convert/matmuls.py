@@ -20,7 +20,7 @@ from coat_jax.convert.record import (
     new_log,
 )
 from coat_jax.convert.rules import Rules, chooser, path_of
-from coat_jax.fp8.dot_general import FEWEST_ROWS, fp8_dot_p
+from coat_jax.fp8.dot_general import fp8_dot_p
 from coat_jax.fp8.ragged_dot import fp8_ragged_dot_p
 from coat_jax.programs.graph import inlined, is_plain_call
 from coat_jax.programs.primitives import variables
@@ -126,8 +126,7 @@ class Conversion:
                 matmuls.append(row)
                 # Under `vmap` it would have the rows of one example with gradients, and
                 # of all without, so it is an FP8 matmul in neither case.
-                stays = reason or row.rows < FEWEST_ROWS
-                eqns.extend([eqn] if stays else fp8_form(eqn, side))
+                eqns.extend(fp8_form(eqn, side) if row.runs_in_fp8 else [eqn])
             elif _is_convertible(eqn):
                 new, inner = self._of_devices(eqn, sources, choosing)
                 matmuls += inner

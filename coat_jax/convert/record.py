@@ -5,6 +5,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
+from coat_jax.fp8.dot_general import FEWEST_ROWS
 from coat_jax.remat.fingerprint import Neutral
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -39,6 +40,11 @@ class Matmul:
     def converted(self) -> bool:
         """True if the matmul becomes an FP8 matmul."""
         return not self.reason
+
+    @property
+    def runs_in_fp8(self) -> bool:
+        """True if this call of the matmul has enough rows for FP8, too."""
+        return self.converted and self.rows >= FEWEST_ROWS
 
     def __str__(self) -> str:
         name = f"{self.parameter} " if self.parameter else ""

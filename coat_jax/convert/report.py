@@ -52,14 +52,14 @@ class MatmulReport:
             for line in table
         ]
         lines = ["  ".join(line).rstrip() for line in padded]
-        count = sum(row.converted and row.rows >= FEWEST_ROWS for row in self.rows)
+        count = sum(row.runs_in_fp8 for row in self.rows)
         return "\n".join([*lines, f"{count} of {len(self.rows)} matmuls in FP8"])
 
 
 def _cells(row: Matmul) -> tuple[str, str, str, str]:
     lhs, rhs = (str(list(shape)).replace(" ", "") for shape in (row.left, row.right))
     runs = "yes" if row.converted else f"no: {row.reason}"
-    if row.converted and row.rows < FEWEST_ROWS:
+    if row.converted and not row.runs_in_fp8:
         runs = f"no: {row.rows} rows here, yes from {FEWEST_ROWS} on"
     return row.block or "(all)", row.parameter or "-", f"{lhs} x {rhs}", runs
 

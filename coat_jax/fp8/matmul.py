@@ -362,7 +362,7 @@ def _backward_codes(
 def quantizable(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns `x` in a dtype that kernels quantize; differentiating it is an error."""
     x = undifferentiated(x)
-    return x if x.dtype in WIDE else x.astype(jnp.float32)
+    return x.astype(stored(x.dtype))
 
 
 def stored(dtype: DTypeLike) -> DTypeLike:

@@ -7,7 +7,6 @@ from jaxtyping import Array, Float, Int, Shaped
 
 import pallas_kernels as kernels
 from coat_jax.fp8.matmul import once, stored
-from pallas_kernels.checks import WIDE
 
 
 def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k *m"]:
@@ -66,7 +65,6 @@ def total(
     Sums are computed in float32 and rounded once, to `dtype`. Differentiation raises an
     error.
     """
-    wide = x if x.dtype in WIDE else x.astype(jnp.float32)
-    arrays = wide, places.astype(jnp.int32), add
+    arrays = x.astype(stored(x.dtype)), places.astype(jnp.int32), add
     y = kernels.sum_rows(*arrays, out_dtype=stored(dtype))
     return y.astype(dtype)

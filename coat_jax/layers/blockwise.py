@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 import pallas_kernels as kernels
 from coat_jax.fp8.matmul import in_rows, once, stored
 from pallas_kernels import Block, Scaled
-from pallas_kernels.checks import WIDE
 from pallas_kernels.dispatch import array_types
 
 BLOCK = 128
@@ -82,7 +81,7 @@ def _quantized(x: Float[Array, "r c"], **blocks: Block) -> Any:
 
 def _padded(x: Float[Array, "r c"]) -> Float[Array, "r c"]:
     """Appends zeros to both axes, up to multiples of 128."""
-    wide = x if x.dtype in WIDE else x.astype(jnp.float32)
+    wide = x.astype(stored(x.dtype))
     short = [(0, -n % BLOCK) for n in x.shape]
     return jnp.pad(wide, short) if any(n for _, n in short) else wide
 

@@ -249,9 +249,8 @@ def _derive(
     sources, hiding = derivation.copy([residuals[i] for i in copies], may_copy)
     extras = []
     for i in copies:
-        is_wide = residuals[i] in hiding
-        ways[i] = Wide(_HIDING) if is_wide else "recompute"
-        hiding -= {residuals[i]} if is_wide else set()
+        ways[i] = Wide(_HIDING) if residuals[i] in hiding else "recompute"
+        hiding.discard(residuals[i])  # An equal residual follows from this one.
     for source in sources:
         provenances = {i: derivation.known[residuals[i]] for i in copies}
         readers = [
