@@ -28,6 +28,7 @@ from coat_jax.fusion.axes import MOVES, Axis, MismatchError, Sizes
 from coat_jax.fusion.masks import Mask
 from coat_jax.fusion.operation import traced
 from coat_jax.fusion.softmax import Softmax
+from coat_jax.fusion.unseen import mean_of_values
 from coat_jax.layers.flash_attention import flash_attention, has_flash_attention
 from coat_jax.programs.graph import (
     Graph,
@@ -116,6 +117,7 @@ class _Attention:
       groups: The labels of the axes of query heads that share a key head.
       scale: The factor on products of queries and keys.
       masks: The masks, which are combined by "and".
+      shifted: Whether the masks' number is added to scores; see `softmax.Scores`.
       result_axes: The labels of the result's axes.
       eqns: The operations that flash attention replaces, the product with the values
         last.
@@ -131,6 +133,7 @@ class _Attention:
     groups: list[int]
     scale: float
     masks: list[Mask]
+    shifted: bool
     result_axes: Sequence[Axis]
     eqns: Sequence[core.JaxprEqn]
 
@@ -151,7 +154,15 @@ class _Attention:
                 _arranged(x.astype(self.dtype), axes, form, self.sizes)
                 for x, axes, form in arrays
             )
-            y = _unhidden(q, k, v, mask, options)
+            if mask is None:
+                y = flash_attention(q, k, v, mask=None, **options)
+            else:
+                # cuDNN adds the mask to scores, so that a query that sees no key would
+                # see all keys, but not equally.
+                sees = mask.any(axis=-1, keepdims=True)
+                y = flash_attention(q, k, v, mask=mask | ~sees, **options)
+                mean = mean_of_values(q, k, v, self.scale if self.shifted else 0.0)
+                y = jnp.where(sees.swapaxes(1, 2), y, mean)
             axes = [tuple(axis) for axis in self._forms[0]]
             # An axis of the result may be several axes of y, in another order.
             y = _arranged(y, axes, self.result_axes, self.sizes)
@@ -210,23 +221,6 @@ class _Attention:
         return ~array if mask.negated else array
 
 
-def _unhidden(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, options: Any
-) -> jax.Array:
-    """Returns attention in which a query that sees no key gets the mean of all values.
-
-    The softmax of equal scores gives the same result. cuDNN's kernel would add the mask
-    to the scores instead, and send gradients of such a query to queries and keys.
-    """
-    if mask is None:
-        return flash_attention(q, k, v, mask=None, **options)
-    sees = mask.any(axis=-1, keepdims=True)
-    y = flash_attention(q, k, v, mask=mask | ~sees, **options)
-    mean = v.mean(axis=1, keepdims=True, dtype=jnp.float32).astype(v.dtype)
-    mean = jnp.repeat(mean, q.shape[2] // k.shape[2], axis=2)
-    return jnp.where(sees.swapaxes(1, 2), y, mean)
-
-
 def _arranged(
     x: jax.Array, axes: Sequence[Axis], form: Sequence[Sequence[int]], sizes: Sizes
 ) -> jax.Array:
@@ -266,7 +260,7 @@ def _around(
     product, shape = _Product(first), first.outvars[0].aval.shape
     sizes = {label: n for label, n in enumerate(shape) if n != 1}
     sizes[_FEATURES] = first.invars[0].aval.shape[product.contracted[0]]
-    axes, scale, masks = softmax.scores(sizes)
+    axes, scale, masks, shifted = softmax.scores(sizes)
     key = axes[softmax.axis]
     labels = [_operand_axes(product, which, sizes) for which in (0, 1)]
     free = [_free(product, labels, which) for which in (0, 1)]
@@ -298,6 +292,7 @@ def _around(
         groups=[label for label in free[of_queries] if label != query],
         scale=scale,
         masks=masks,
+        shifted=shifted,
         result_axes=result_axes,
         eqns=[*softmax.eqns, last],
     )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +26,8 @@ from coat_jax.programs.primitives import Operand, number_of
 
 # The exponential of a score that is so much smaller than another one is zero.
 _HIDDEN = -1e8
+# No score of a model is so large. Its exponential would be infinite.
+_LARGEST = 2.0**16
 _DTYPES = frozenset(map(jnp.dtype, ("bfloat16", "float16", "float32")))
 _NUMBERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(SPREADS, lambda x: x),
@@ -35,6 +37,24 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "sqrt": np.sqrt,
 }
+
+
+class Scores(NamedTuple):
+    """The operand of a softmax: scaled and masked products of queries and keys.
+
+    Attributes:
+      axes: The axes of the operand. Labels are the axes of the products.
+      scale: The factor on the products.
+      masks: The masks, which are combined by "and".
+      shifted: Whether hidden scores are not replaced by a number, but all become equal
+        when a number is added to them. The gradients of a query that sees no key then
+        pass to queries and keys.
+    """
+
+    axes: list[Axis]
+    scale: float
+    masks: list[Mask]
+    shifted: bool
 
 
 class Softmax:
@@ -66,13 +86,15 @@ class Softmax:
         if not graph.only_read_by(results, [*self.eqns, last]):
             raise MismatchError
 
-    def scores(self, sizes: Sizes) -> tuple[list[Axis], float, list[Mask]]:
-        """Returns the axes, the scale and the masks of the softmax's operand.
+    def scores(self, sizes: Sizes) -> Scores:
+        """Returns the scores that the softmax is of.
 
-        Labels are the axes of the first matmul's result.
+        Raises:
+          MismatchError: If scores are scaled after they are masked, or if the scores of
+            a query that sees no key may differ.
         """
         axes, scale = labelled(self.first.outvars[0].aval.shape), 1.0
-        masks, hidden = [], []
+        masks, hidden, is_level = [], [], True
         for eqn in self._scores:
             name = eqn.primitive.name
             if name in ("mul", "div"):
@@ -84,17 +106,19 @@ class Softmax:
                 masks += self._masks(eqn, axes, sizes)
                 numbers = [n for v in eqn.invars if (n := self._number(v)) is not None]
                 hidden.append(numbers[0] if numbers else None)
+                is_level = name == "select_n" or self._is_level(eqn)
             else:
                 axes = moved(eqn, axes, sizes)
         # If one number replaces hidden scores, the scores of a query that sees no key
-        # are equal. If several numbers replace scores, or one is added to them, every
-        # query must see a key.
-        if len({*hidden}) > 1 or None in hidden:
-            key = axes[self.axis]
-            shows = [mask.always_shows(key) for mask in masks]
-            if len(hidden) > 1 or len(masks) > 1 or not all(shows):
-                raise MismatchError
-        return axes, scale, masks
+        # are equal. If several numbers replace scores, they may differ.
+        if len(hidden) > 1 and (None in hidden or len({*hidden}) > 1):
+            raise MismatchError
+        key = axes[self.axis]
+        is_shown = len(masks) < 2 and all(mask.always_shows(key) for mask in masks)
+        shifted = hidden == [None] and not is_shown
+        if shifted and not is_level:
+            raise MismatchError
+        return Scores(axes, scale, masks, shifted)
 
     def probabilities(self, axes: Sequence[Axis], sizes: Sizes) -> Sequence[Axis]:
         """Returns the axes of the probabilities; `axes` belong to the softmax."""
@@ -270,6 +294,17 @@ class Softmax:
                 return None
             var = eqn.invars[0]
         return None
+
+    def _is_level(self, eqn: core.JaxprEqn) -> bool:
+        """Returns whether an addition makes hidden scores equal.
+
+        The number is so large that any score is lost when the sum is rounded.
+        """
+        (result,) = eqn.outvars
+        selections = (self._selection(v) for v in eqn.invars)
+        (selection,) = (each for each in selections if each is not None)
+        number = min(self._number(v) for v in selection.invars[1:])
+        return -number * float(jnp.finfo(result.aval.dtype).eps) / 4 > _LARGEST
 
     def _masks(
         self, eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import flash
-from helpers.written_attention import BF16, causal, usual
+from helpers.written_attention import BF16, added_number, causal, usual
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -221,7 +221,7 @@ def test_heads_that_several_axes_do_not_divide_stay(sizes, heads, is_found, part
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("form", [usual, causal])
+@pytest.mark.parametrize("form", [usual, causal, added_number])
 @pytest.mark.usefixtures("rewritten")
 def test_attention_that_a_program_writes_out_is_found(form, kind, parts):
     mesh, _ = on_mesh(kind=kind)
@@ -235,6 +235,7 @@ def test_attention_that_a_program_writes_out_is_found(form, kind, parts):
         placed = [jax.device_put(x, sharding) for x in heads]
         run = coat.fp8_remat(form)
         mask = jnp.broadcast_to(mask_of((1, 1))[0], (B, S, S))
+        mask = mask.at[:, 3].set(False)  # This query sees no key.
         actual = jax.jit(functools.partial(passes, run))(*placed, mask)
     expected = passes(form, *heads, mask)
     # BF16 rounds scores and probabilities in the program as written.

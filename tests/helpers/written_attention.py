@@ -99,6 +99,28 @@ def added_mask(q, k, v, mask):
     return mixed(softmax((scores(q, k) * SCALE + bias).astype(F32)), v)
 
 
+def added_number(q, k, v, mask):
+    bias = jnp.where(mask[:, None], 0.0, -1e9).astype(BF16)
+    return mixed(softmax(scores(q, k) * SCALE + bias), v)
+
+
+def added_minimum(q, k, v, mask):
+    causal = jnp.logical_and(mask.astype(jnp.int32), tril()).astype(F32)
+    bias = jax.lax.select(
+        causal > 0, jnp.full(mask.shape, 0, BF16), jnp.full_like(mask, -3e38, BF16)
+    )
+    q, k = (x.astype(F32) for x in (q / math.sqrt(D), k))
+    return mixed(softmax(scores(q, k) + bias[:, None]), v)
+
+
+def added_minimum_in_groups(q, k, v, mask):
+    groups = q.reshape(B, T, K, N // K, D)
+    s = jnp.einsum("btkgd,bskd->bkgts", groups, k).astype(F32) * SCALE
+    p = softmax(s + jnp.where(mask[:, None, None], 0, jnp.finfo(F32).min))
+    p = p.astype(BF16)
+    return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, N, D)
+
+
 def inverted_mask(q, k, v, mask):
     return mixed(softmax(jnp.where(~mask[:, None], -1e10, scores(q, k, F32))), v)
 
@@ -192,7 +214,8 @@ HITS = {
         (
             usual, in_float32, of_wide_operands, with_wide_result, heads_first,
             sequence_first, keys_first, mapped, by_hand, inverted_mask,
-            two_masks, union_of_masks, of_linen, of_nnx, of_jax,
+            two_masks, union_of_masks, of_linen, of_nnx, of_jax, added_number,
+            added_minimum,
         ),
         MASKED,
     ),
@@ -204,7 +227,10 @@ HITS = {
     **dict.fromkeys((upper, window), SHARED),
     own_heads_mask: ((N, 1, T, T), False),  # Heads are sequences there.
 }  # fmt: skip
-GROUPED = dict.fromkeys((in_groups, in_merged_groups, of_one_key_head, of_jax), MASKED)
+GROUPED = dict.fromkeys(
+    (in_groups, in_merged_groups, of_one_key_head, of_jax, added_minimum_in_groups),
+    MASKED,
+)
 GROUPED[of_jax_causal] = CAUSAL
 
 
@@ -226,8 +252,19 @@ def bias_with_gradient(q, k, v, mask):
     return mixed(softmax(scores(q, k) - 1e9 * (1 - mask[:, None] * q[0, 0, 0, 0])), v)
 
 
-def added_mask_that_may_hide_all(q, k, v, mask):
-    return mixed(softmax(scores(q, k) + jnp.where(mask[:, None], 0.0, -1e9)), v)
+def added_number_that_rounds_scores(q, k, v, mask):
+    return mixed(softmax(scores(q, k, F32) + jnp.where(mask[:, None], 0, -1e9)), v)
+
+
+def replaced_and_added(q, k, v, mask):
+    s = jnp.where(tril(), scores(q, k), -1e9)
+    return mixed(softmax(s + jnp.where(mask[:, None], 0, -1e9).astype(BF16)), v)
+
+
+def masks_of_two_sums(q, k, v, mask):
+    bias = jnp.where(tril(), 0, -1e9).astype(BF16)
+    hidden = jnp.where(mask[:, None], 0, -1e9).astype(BF16)
+    return mixed(softmax(scores(q, k) + bias + hidden), v)
 
 
 def masks_of_two_numbers(q, k, v, mask):
@@ -350,8 +387,9 @@ def named_probabilities(q, k, v, mask):
 
 
 MISSES = [
-    dropout, soft_cap, bias, bias_with_gradient, added_mask_that_may_hide_all,
-    masks_of_two_numbers, denominator_without_gradient, probabilities_of_probabilities,
+    dropout, soft_cap, bias, bias_with_gradient, added_number_that_rounds_scores,
+    replaced_and_added, masks_of_two_sums, masks_of_two_numbers,
+    denominator_without_gradient, probabilities_of_probabilities,
     values_that_are_scores, scale_with_gradient, negative_scale,
     scale_of_masked, small_mask, returned_probabilities, read_scores,
     masked_probabilities, over_queries, over_heads, sum_of_columns, maximum_of_columns,
