@@ -1,1 +1,1 @@
-"""Converts existing models to FP8 matmuls and FP8 residuals, as rules choose."""
+"""Converts existing models to FP8 matmuls and FP8 residuals, block by block."""

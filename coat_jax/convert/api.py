@@ -1,4 +1,4 @@
-"""FP8 matmuls and FP8 residuals in a model, without changes to the model's code."""
+"""Converts a model to FP8 matmuls and FP8 residuals, without changes to its code."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -39,7 +39,7 @@ def fp8[Model](
     `x @ w`, and also the matmuls of experts by `jax.lax.ragged_dot`. Embeddings, the
     head and anything else outside the blocks stay as they are. `coat.fp8_report` lists
     the matmuls of the blocks, and why some of them stay as they are. A block in which
-    no matmul is converted gives one warning. Blocks may lie in any container and
+    no matmul is converted gives one warning. Blocks may be in any container and
     attribute, and may be called by any method that takes arrays. Softmax attention that
     a block computes with matmuls runs as flash attention, as under `fp8_remat`.
 
@@ -61,8 +61,8 @@ def fp8[Model](
       format: The format of FP8 copies of residuals. `fp8_remat` documents this argument
         and the following ones in full.
       group: The number of neighbours on the last axis that share a scale.
-      where: Selects the residuals that are quantized.
-      policy: A policy of `jax.checkpoint`.
+      where: A function that selects the residuals to quantize.
+      policy: A policy of `jax.checkpoint`, which selects the arrays to save.
       rerun_attention: Whether the backward pass runs flash attention again, on FP8
         copies of its operands.
 
@@ -71,7 +71,7 @@ def fp8[Model](
       shares its variables with the result.
 
     Raises:
-      TypeError: If `model` is neither a module nor a function.
+      TypeError: If `model` is neither a module, nor a callable pytree, nor a function.
       ValueError: If a rule or an option is invalid, or no block is found; a Linen
         module raises this error when it is applied, because it has no parameters
         earlier. A converted model raises this error when it is called, if no matmul of
@@ -109,7 +109,7 @@ def fp8[Model](
 
 
 def _function(fn: Callable, rules: Rules, options: Options) -> Callable:
-    """Converts a function, which is one block as a whole."""
+    """Returns a converted function; all of `fn` is one block."""
     conversion = Conversion(
         depth=OF_FUNCTION,
         chosen=None if rules.matmuls is None else chooser("matmuls", rules.matmuls),

@@ -1,4 +1,4 @@
-"""The matmuls of `jax.lax`, and their FP8 forms."""
+"""Finds the matmuls of `jax.lax` in programs, and returns their FP8 forms."""
 
 from functools import partial
 

@@ -1,4 +1,9 @@
-"""Blocks within Linen models, which exist only while the model is applied."""
+"""Converts the blocks of Linen models while the models are applied.
+
+Submodules of a Linen model exist only during a call. So a converted model intercepts
+the methods of its blocks when it is called, and runs them with FP8 matmuls and FP8
+residuals.
+"""
 
 import contextvars
 import inspect
@@ -22,7 +27,7 @@ _NOT_CALLED = ("setup", "fp8_block")
 
 
 def linen_model(model: nn.Module, rules: Rules, options: Options) -> nn.Module:
-    """Returns a model with the same fields, with methods that convert its blocks."""
+    """Returns a model with the same fields and with methods that convert its blocks."""
     convert = _Convert(rules, options)
     members = {
         name: convert.method(getattr(type(model), name))
@@ -35,7 +40,10 @@ def linen_model(model: nn.Module, rules: Rules, options: Options) -> nn.Module:
 
 
 class _Convert:
-    """A wrapper of the methods of a Linen model's class."""
+    """Wraps the methods of a Linen model, so that each call converts its blocks.
+
+    Calls within another call, and calls that initialize parameters, convert nothing.
+    """
 
     def __init__(self, rules: Rules, options: Options):
         self._rules, self._options = rules, options
@@ -129,7 +137,7 @@ class _Blocks:
         return light(module, *args, **kwargs)
 
     def finish(self, method: str) -> None:
-        """Raises an error or warns if the model has called no block.
+        """Raises an error, or warns, if the model has called no block.
 
         Args:
           method: The name of the model's method that has run.

@@ -55,13 +55,13 @@ class Conversion:
     """The rewrite of a program in which matmuls of parameters become FP8 matmuls.
 
     Attributes:
-      depth: The number of keys at the beginning of an argument's path that come before
-        the path of a parameter in it.
+      depth: The number of keys in an argument's path that come before the path of a
+        parameter within the model.
       chosen: The paths of the parameters that FP8 matmuls may read. None means all
         parameters with matmuls that are large enough.
-      model: The record of the model to which the function belongs as a block, or None.
+      model: The record of the model that has the function as a block, or None.
       where: The path of the block, for reports and warnings.
-      log: The log of a call's matmuls, for a report; None without a report.
+      log: The log of a call's matmuls; None unless a report is being made.
     """
 
     depth: int
@@ -74,7 +74,10 @@ class Conversion:
     def of_block(
         cls, rules: Rules, model: ModelRecord, block: str, shapes: Shapes, depth: int
     ) -> "Conversion":
-        """Returns the conversion of a block with parameters of these shapes."""
+        """Returns the conversion of a block with parameters of these shapes.
+
+        `block` is the path of the block. `depth` is the attribute of this class.
+        """
         chosen = None
         if rules.matmuls is not None:
             rule = chooser("matmuls", rules.matmuls)
@@ -117,7 +120,10 @@ class Conversion:
     def _converted(
         self, program: core.Jaxpr, sources: Sources, choosing: set[core.Var]
     ) -> tuple[list[core.JaxprEqn], list[Matmul]]:
-        """Returns a program's operations with FP8 matmuls, and all of its matmuls."""
+        """Returns a program's operations with FP8 matmuls, and all of its matmuls.
+
+        `choosing` has the variables that choices depend on; see `_choosing`.
+        """
         eqns, matmuls = [], []
         for eqn in program.eqns:
             if _is_matmul(eqn):
@@ -139,7 +145,10 @@ class Conversion:
     def _of_devices(
         self, eqn: core.JaxprEqn, sources: Sources, choosing: set[core.Var]
     ) -> tuple[list[core.JaxprEqn], list[Matmul]]:
-        """Returns a `shard_map` with FP8 matmuls, and the matmuls of one device."""
+        """Returns the operations of a `shard_map` with FP8 matmuls, and its matmuls.
+
+        The matmuls have the shapes that they have on one device.
+        """
         body, inner = _within_shard_map(eqn, sources)
         matmuls: list[Matmul] = []
         results = zip(body.outvars, eqn.outvars, strict=True)
@@ -196,7 +205,7 @@ class Conversion:
         )
 
     def _within(self, outer: core.JaxprEqn, sources: Sources) -> list[Matmul]:
-        """Lists the matmuls within a loop or another operation that is kept."""
+        """Returns the matmuls within a loop, or another operation that is kept."""
         matmuls = []
         for body in versions.bodies_in_params(outer.params):
             inner = _sources_within(body, outer, sources)
@@ -217,7 +226,7 @@ class Conversion:
         return matmuls
 
     def _check(self, eqn: core.JaxprEqn, sources: Sources) -> None:
-        """Warns of matmuls that stay as they are because a loop or a call has them."""
+        """Warns of matmuls that are not converted because a loop or call has them."""
         if _is_convertible(eqn):
             body, inner = _within_shard_map(eqn, sources)
             for each in body.eqns:
@@ -240,7 +249,11 @@ class Conversion:
 
 
 def _sources(program: core.Jaxpr, params: Sources) -> Sources:
-    """Returns, for variables that depend on parameters alone, these parameters."""
+    """Returns the parameters that each variable depends on; see `Sources`.
+
+    Variables that depend on anything else are left out. `params` has the entries of the
+    program's inputs.
+    """
     sources = dict.fromkeys(program.constvars, frozenset()) | params
     for eqn in program.eqns:
         operands = variables(eqn.invars)
@@ -271,8 +284,8 @@ def _sources_within(
 def _choosing(program: core.Jaxpr, outside: Collection[core.Var] = ()) -> set[core.Var]:
     """Returns the variables on which a choice depends without a matmul in between.
 
-    A choice is an operation such as `top_k`. Choices outside of the program read its
-    results `outside`.
+    A choice is an operation such as `top_k`. `outside` has the results of the program
+    that choices outside of it depend on.
     """
     choosing = set(outside)
     for eqn in reversed(program.eqns):
@@ -317,7 +330,10 @@ def _rows(eqn: core.JaxprEqn, sources: Sources) -> int:
 
 
 def _operands(weights: int, activations: int) -> str:
-    """Returns why a matmul's operands are not one activation and one parameter."""
+    """Returns why a matmul's operands are not one activation and one parameter.
+
+    `weights` and `activations` are the numbers of operands of each kind.
+    """
     if activations == 2:
         return ACTIVATIONS
     if weights == 2:
@@ -337,7 +353,7 @@ def _is_plain_call(eqn: core.JaxprEqn) -> bool:
 
 
 def _is_convertible(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a `shard_map` with matmuls to convert."""
+    """Returns whether an operation is a `shard_map` over all axes, with matmuls."""
     return is_shard_map(eqn) and is_over_all_axes(eqn) and _has_matmul(eqn)
 
 

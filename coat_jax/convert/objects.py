@@ -1,4 +1,4 @@
-"""Blocks within the objects of NNX models and of callable pytrees."""
+"""Converts the blocks of NNX models and of callable pytrees."""
 
 import contextvars
 import dataclasses
@@ -93,6 +93,9 @@ def objects_of(
     """Yields the path and the object of each part of a model, outer parts first.
 
     An object that the model contains several times is yielded with each of its paths.
+
+    `path` is the path of `model` itself, and `above` has the `id`s of the objects that
+    contain it.
     """
     yield path, model
     if id(model) in above or is_array(model):
@@ -103,7 +106,7 @@ def objects_of(
 
 
 def parameters_of(model: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of parameters by path; shared parameters have several."""
+    """Returns shapes of parameters by path; a shared parameter has several paths."""
     if not isinstance(model, nnx.Pytree):
         return {p: x.shape for p, x in objects_of(model) if has_shape(x)}
     shapes = {}
@@ -131,7 +134,7 @@ def _name(path: Any) -> str:
 def with_blocks(
     model: Any, paths: Mapping[str, Any], light: Callable[[Any, str], Any]
 ) -> Any:
-    """Returns a model with replaced blocks that shares all else with `model`.
+    """Returns a model like `model` with converted blocks; all else is shared.
 
     Args:
       model: An NNX module or a callable pytree.
@@ -174,7 +177,7 @@ def object_model(model: Any, rules: Rules, options: Options) -> Any:
     """Returns an NNX model or a callable pytree with converted blocks.
 
     Raises:
-      ValueError: If there is no block, or a block that cannot be called.
+      ValueError: If there is no block, or if a block cannot be called.
     """
     shapes = parameters_of(model)
     blocks = _blocks(model, shapes, rules)
@@ -211,14 +214,14 @@ def conversion_of(x: Any) -> Conversion | None:
 
 
 def with_conversion(x: Any, conversion: Conversion) -> Any:
-    """Returns a converted block, a pytree, with its conversion replaced."""
+    """Returns a copy of a converted pytree block that has another conversion."""
     _, cls, options, _ = getattr(type(x), REBUILD)
     return _light_pytree(recast(x, cls), conversion, options)
 
 
 @functools.lru_cache(maxsize=256)
 def _record_of(cls: type, rules: str, blocks: frozenset[Any]) -> ModelRecord:
-    """Returns a record, the same one for all pytrees with equal blocks and rules."""
+    """Returns the record that pytrees with equal blocks, class and rules share."""
     del cls
     return ModelRecord(rules, map(dict, blocks))
 
@@ -230,7 +233,7 @@ def _parameters_within(x: Any, shapes: Shapes, path: str) -> Shapes:
 
 
 def _blocks(model: Any, shapes: Shapes, rules: Rules) -> dict[str, Any]:
-    """Returns a model's blocks by path: chosen modules, or modules within these."""
+    """Returns the blocks of a model by path: the chosen modules, or modules in them."""
     is_flax = isinstance(model, nnx.Pytree)
     if rules.blocks is None and not is_flax and not numbered(shapes):
         return {"": model}

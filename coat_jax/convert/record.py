@@ -25,7 +25,7 @@ class Matmul:
       parameter: The paths of the parameters among its operands, or "".
       left: The shape of its first operand.
       right: The shape of its second operand.
-      rows: The number of rows of the activations.
+      rows: The number of rows of the activations in this call.
       reason: Why the matmul does not become an FP8 matmul, or "" if it does.
     """
 
@@ -43,7 +43,7 @@ class Matmul:
 
     @property
     def runs_in_fp8(self) -> bool:
-        """True if this call of the matmul has enough rows for FP8, too."""
+        """True if the matmul becomes an FP8 matmul and has enough rows for FP8."""
         return self.converted and self.rows >= FEWEST_ROWS
 
     def __str__(self) -> str:
@@ -78,7 +78,15 @@ class ModelRecord:
         self._warned: set[str] = set()
 
     def finish(self, block: str, shapes: Shapes, matmuls: Sequence[Matmul]) -> bool:
-        """Records the matmuls of a block, and returns whether any of them runs in FP8.
+        """Records the matmuls of a block, and warns if none of them is or becomes FP8.
+
+        Args:
+          block: The path of the block.
+          shapes: The shapes of the block's parameters.
+          matmuls: All matmuls of the block.
+
+        Returns:
+          Whether a matmul of the block becomes an FP8 matmul, or is one already.
 
         Raises:
           ValueError: If no block of the model has an FP8 matmul.
@@ -113,7 +121,7 @@ class ModelRecord:
 
 
 def _is_slice(shapes: Shapes, stacked: Shapes) -> bool:
-    """Returns whether `shapes` equal `stacked`, up to leading axes of the latter."""
+    """Returns whether `stacked` equals `shapes`, apart from further leading axes."""
     return shapes.keys() == stacked.keys() and all(
         stacked[path][len(stacked[path]) - len(shape) :] == tuple(shape)
         for path, shape in shapes.items()
@@ -121,7 +129,7 @@ def _is_slice(shapes: Shapes, stacked: Shapes) -> bool:
 
 
 class Label(Neutral):
-    """The path of a block and the record of its model, an attribute of NNX modules.
+    """The path of a block and the record of its model, as an attribute of the block.
 
     All labels are equal to each other, so that blocks which differ in nothing else are
     traced once.
@@ -141,7 +149,12 @@ class Log:
 
 @dataclasses.dataclass
 class Records:
-    """The paths of all blocks, and a log for each call, which `fp8_report` reads."""
+    """The blocks and calls of a converted model, which `fp8_report` reads.
+
+    Attributes:
+      blocks: The paths of all blocks, as keys.
+      logs: A log for each call of a block.
+    """
 
     blocks: dict[str, None] = dataclasses.field(default_factory=dict)
     logs: list[Log] = dataclasses.field(default_factory=list)

@@ -128,7 +128,10 @@ def fp8_report(
 
 
 def _trace(fn: Callable, args: Any, kwargs: Any, records: Records) -> None:
-    """Traces a call, in which NNX objects may change."""
+    """Traces a call of `fn`, and adds the blocks and matmuls of the call to `records`.
+
+    NNX objects may change in the call, so it is traced with copies of them.
+    """
     function, bound, keywords = unbound(fn)
     call = function, (*bound, *args), keywords | kwargs
     leaves, tree = jax.tree.flatten(_with_own_paths(call, records), is_leaf=is_node)
@@ -145,10 +148,11 @@ def _trace(fn: Callable, args: Any, kwargs: Any, records: Records) -> None:
 
 
 def _with_own_paths(call: Any, records: Records) -> Any:
-    """Records the converted blocks in a call, and gives blocks of pytrees their paths.
+    """Returns a call in which each converted pytree block knows its own path.
 
     Equal blocks of a pytree share a class, and so a conversion with the path of one
-    block. In the returned call, each block has a conversion with its own path.
+    block. In the returned call each block has its own conversion. The paths of all
+    blocks are added to `records`.
     """
     function, args, kwargs = call
     return (

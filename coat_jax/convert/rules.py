@@ -39,6 +39,8 @@ def below(
 def chooser(name: str, rule: Rule) -> Callable[[str], bool]:
     """Returns a function that tells whether a rule chooses a path.
 
+    `name` is the option that the rule was given for; errors name it.
+
     Raises:
       ValueError: If the rule is neither a function nor regular expressions.
     """
@@ -72,7 +74,10 @@ def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
 
 
 def modules_of(paths: Iterable[str]) -> set[str]:
-    """Returns the paths of all modules that parameters lie in, at any depth."""
+    """Returns the paths of the modules, at any depth, that contain parameters.
+
+    `paths` are the paths of the parameters.
+    """
     above = {path.rpartition("/")[0] for path in paths if path}
     return above | modules_of(above) if above else above
 
@@ -80,7 +85,7 @@ def modules_of(paths: Iterable[str]) -> set[str]:
 def chosen_blocks(
     shapes: Mapping[str, tuple[int, ...]], modules: Iterable[str], rule: Rule | None
 ) -> list[str]:
-    """Returns the paths of a model's blocks; no block lies within another block.
+    """Returns the paths of a model's blocks; no block is within another block.
 
     Args:
       shapes: The shapes of the parameters by their paths.

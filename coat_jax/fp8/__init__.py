@@ -1,1 +1,1 @@
-"""FP8 matmuls, forward and backward."""
+"""Computes FP8 matmuls, with their backward passes."""

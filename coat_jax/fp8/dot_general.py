@@ -1,7 +1,7 @@
 """`jax.lax.dot_general` in FP8, for the layers of other libraries.
 
 Operands have per-tensor scales, as in `matmul.linear`. Each matmul is one equation of a
-jaxpr, with the primitive `fp8_dot_p`, by which `fp8_remat` recognizes it.
+jaxpr. Its primitive is `fp8_dot_p`, by which `fp8_remat` recognizes the matmul.
 """
 
 import math

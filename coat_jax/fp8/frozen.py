@@ -8,9 +8,9 @@ features in the gradient of the activations,
     dx = dy @ (scale * codes).
 
 The forward pass reads the codes as they are. Tensor cores need the contracted axis of
-FP8 operands last, so the backward pass transposes the codes. A kernel does this,
-because XLA would extend the layout of a transpose of its own to the stacked weights of
-all layers, and would keep a transposed copy of the stack.
+FP8 operands last, so the backward pass transposes the codes. A kernel does this. If XLA
+transposed the codes, it would give the stacked weights of all layers the transposed
+layout, and keep a transposed copy of the stack.
 """
 
 import jax
@@ -46,7 +46,7 @@ def freeze(weight: Float[Array, "... k"]) -> Codes:
 
 
 def thawed(weight: Codes) -> Float[Array, "... k"]:
-    """Returns the numbers of a frozen weight, or of a stack of such, in float32."""
+    """Dequantizes a frozen weight, or a stack of frozen weights, to float32."""
     codes, scale = weight.row, weight.scale
     scale = jnp.expand_dims(scale, tuple(range(scale.ndim, codes.ndim)))
     return codes.astype(jnp.float32) * scale

@@ -47,16 +47,17 @@ STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
 def products(source, weights, other, *, norm, dtype, passes):
     """Multiplies activations [*batch, m, k] by each of the weights [*batch, k, n].
 
-    Weights are `Stored`, here and in the other functions of this module.
+    In all functions of this module weights are of the class `Stored`.
 
     Args:
-      source: The activations, a `Source`, or the operands of the norm that computes
-        them. Leading axes are merged into m if the weights have no batch axes.
-      weights: Pairs of a weight and its bias [n]; the bias may be None.
+      source: A `Source` with the activations, or with the operands of the norm that
+        computes the activations. Leading axes are merged into m if the weights have no
+        batch axes.
+      weights: Pairs of a weight, a `Stored`, and its bias [n] or None.
       other: An array to add to the result, if there is one weight; or None. It has as
         many elements as the result, in the same order.
       norm: The `Prologue` that computes the activations from `source`; None if `source`
-        has them.
+        has the activations.
       dtype: The dtype of the results.
       passes: Whether to return the input of the norm as well, for other readers.
 
@@ -72,7 +73,7 @@ def products(source, weights, other, *, norm, dtype, passes):
 
 
 def _batched(product: Callable, x: Array) -> Callable:
-    """Maps a matmul with `vmap` over all axes of x but the last two."""
+    """Returns a matmul mapped by `vmap` over all axes of x but the last two."""
     for _ in range(x.ndim - 2):
         product = jax.vmap(product)
     return product
@@ -157,9 +158,11 @@ def _forward(rows, weights, dtype, add=None):
 
 
 def _backward(residuals, gradients, norm, add=None):
-    """Computes the gradients of the source and the weights from the results' gradients.
+    """Computes the gradients of source and weights from codes of result gradients.
 
-    `add` is a further gradient of the norm's input, which is added, or None.
+    `residuals` are the saved source, the weights, and the scales of both. `gradients`
+    has the E5M2 codes of each result's gradient. `norm` is the `Prologue` of the norm,
+    or None. `add` is an array to add to the gradient of the norm's input, or None.
     """
     saved, weights, (scale, *w_scales) = residuals
     dtype = saved[1].dtype if norm is None else jnp.bfloat16
@@ -186,7 +189,10 @@ _products.defvjp(_products_fwd, _products_bwd)
 
 
 def gated_products(source, first, down, *, norm, activation, inner, dtype, adds):
-    """Calls `_gated_products` on a source with any leading axes; returns a list."""
+    """Returns the result of `_gated_products` in a list.
+
+    `source` may have any leading axes. The other arguments are as in `_gated_products`.
+    """
     options = norm, activation, inner, dtype, adds
     operands = array_types.varying_alike((in_rows(source), first, down))
     return [_gated_products(*operands, *options)]
@@ -308,7 +314,11 @@ _gated_products.defvjp(_gated_fwd, _gated_bwd)
 
 
 def activated_product(x, w, other, *, activation, dtype):
-    """Calls `_activated_product` on arrays of any leading axes; returns a list."""
+    """Returns the result of `_activated_product` in a list.
+
+    `x` and `other` may have any leading axes. The other arguments are as in
+    `_activated_product`.
+    """
     operands = x.reshape(-1, w[0].shape[0]), w, _as_rows(other, w)
     operands = array_types.varying_alike(operands)
     return [_activated_product(*operands, activation, dtype)]
@@ -376,10 +386,19 @@ def gate_gradient(
     `amax(da) * amax(gate_up) * max|activation'|`. The exact amax would need another
     pass. E5M2 keeps its precision over 30 binades, so a loose bound costs nothing.
 
+    Args:
+      gate_up: The codes of gate and up in groups of 16, in one array or in two.
+      largest_scale: The largest scale of the groups of each row.
+      da: The gradient of a.
+      da_maxima: The amax of each part of `da`.
+      gate: The name of the activation.
+      a_scale: The per-tensor scale of the codes of a.
+      history: The amax history of the gradient, for a delayed scale; or None.
+
     Returns:
       The gradient [..., 2 f] as E5M2 codes with one scale and their transpose, or if
-      `gate_up` is a pair, one such gradient [..., f] for each of the two; and the
-      transposed E4M3 codes of a with `a_scale`.
+      `gate_up` is a pair, one gradient [..., f] for each of the two; and the transposed
+      E4M3 codes of a with `a_scale`.
     """
     if history is not None:
         scale = delayed_scale(history, E5M2)

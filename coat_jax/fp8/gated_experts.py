@@ -44,7 +44,7 @@ from pallas_kernels.ops.grouped_matmul.tiles import BLOCK
 
 
 class ExpertRows(NamedTuple):
-    """Rows that are sorted by expert, or tokens of which the rows are copies.
+    """Rows that are sorted by expert, or the tokens that the rows are copies of.
 
     Attributes:
       x: The rows [m, k], or the tokens [t, k].
@@ -76,7 +76,8 @@ class ExpertRows(NamedTuple):
     def padded[Rows](self, arrays: Rows) -> Rows:
         """Returns the rows of arrays like `x`, with 128 rows of padding at the end.
 
-        Padding is zeros, except for codes of tokens, which have undefined padding.
+        Padding is zeros, but undefined if `x` holds tokens and an array has their
+        codes.
         """
         if self.order is None:
             return jax.tree.map(_padded, arrays)
@@ -154,8 +155,9 @@ def gated_experts(
 ) -> list[Array]:
     """Computes `ragged_dot(activation(gate) * up, down)`, the gated MLPs of experts.
 
-    Gate and up are the two halves of `ragged_dot(x, gate_up)`. Rows after the last
-    group give zeros, and have zero gradients, as in `fp8_ragged_dot`.
+    Gate and up are the two halves of `ragged_dot(x, gate_up)`, where x are the rows.
+    Rows after the last group give zeros, and have zero gradients, as in
+    `fp8_ragged_dot`.
 
     With `combine` a row's weight w multiplies the input of the last matmul:
     w * (a @ down) is (w * a) @ down, and the weight's gradient <dy, a @ down> is
@@ -288,7 +290,9 @@ def _exact(combine: Combine | None) -> Combine | None:
 def _gradient_of_rows(
     dy: Float[Array, "_ n"], group_sizes: Int[Array, " g"], combine: Combine | None
 ) -> tuple[Scaled, Float[Array, "n columns"], Float[Array, " padded"]]:
-    """Quantizes the gradients of the rows, without weights, and returns the weights.
+    """Quantizes the gradients of rows; also returns their transpose and the weights.
+
+    The gradients are not multiplied by the weights.
 
     Args:
       dy: The gradient of rows or, with `combine`, of tokens.
@@ -349,17 +353,17 @@ def grouped_gate_gradient(
 
     Args:
       groups: The codes of gate and up [rows, 2, f] in groups of 16.
-      da: The gradient of `weight * activation(gate) * up`.
+      da: The gradient of a row's product weight * act(g) * u, where act is the
+        activation, and g and u are gate and up.
       maxima: The largest group scale of each row, and the amax of parts of `da`.
       weights: The weight of each row, at most 1.
       group_sizes: The number of rows of each group.
-      a_scale: The scale of the product `weight * activation(gate) * up`, which is
-        computed again.
-      gate: The activation.
+      a_scale: The scale of the products, which are recomputed.
+      gate: The name of the activation.
 
     Returns:
       The per-tensor scale of the gradients of gate and up; and these gradients as E5M2
-      codes, with the codes of the product and the gradients of the weights.
+      codes, with the codes of the products and the gradients of the weights.
     """
     # The amax of gate and up is at most the largest group scale times E4M3.max.
     bound = kernels.Bound(maxima, E4M3.max * STEEPEST[gate])

@@ -1,9 +1,9 @@
 """FP8 matmuls that save FP8 residuals (COAT, arXiv 2410.19313, section 5).
 
-Operands are E4M3 and output gradients E5M2. In `linear` and `fp8_dot_general` each has
-a per-tensor scale, computed just in time. The FP8 activations are saved in the layout
-that the matmul of the weight gradient reads. The backward pass quantizes the weights
-again, so that only a scale is saved for each weight.
+Operands are E4M3 and output gradients are E5M2. In `linear` and `fp8_dot_general` each
+of these arrays has a per-tensor scale, computed just in time. The FP8 activations are
+saved in the layout that the matmul of the weight gradient reads. The backward pass
+quantizes the weights again, so that only a scale is saved for each weight.
 
 In the FP8 flow, the layers of the recipes "coat" and "coat_max", weights are [..., k],
 and forward matmuls take one scale per output feature. An output feature is one row, so
@@ -39,8 +39,8 @@ def linear(
 ) -> Float[Array, "..."]:
     """Computes `x @ w.T` with both operands in FP8, in the dtype of `x`.
 
-    Saves the transposed E4M3 codes of `x`, and `w` by reference. Gradients have the
-    dtypes of `x` and `w`.
+    The transposed E4M3 codes of `x` are saved, and `w` is saved by reference. Gradients
+    have the dtypes of `x` and `w`.
 
     Args:
       x: Activations, bfloat16 or float32.
@@ -99,9 +99,10 @@ def check_contracted(x: Float[Array, "*batch k"], w: Float[Array, "... k"]) -> N
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def fp8_matmul(x, w, dtype, contract):
-    """Multiplies x [m, k] by w, [k, n] if `contract` is 0 or [..., k] if it is 1.
+    """Multiplies x [m, k] by a weight in FP8, and returns the product [m, n].
 
-    The result is [m, n]; output axes of w are merged.
+    If `contract` is 0, w is [k, n]. If `contract` is 1, w is [..., k], and its output
+    axes are merged to n. The product has the given dtype.
     """
     return _fp8_matmul_fwd(x, w, dtype, contract)[0]
 
@@ -145,10 +146,16 @@ def quantize_tensor(
 ) -> Codes:
     """Quantizes `x` with one scale, and returns row-major or transposed codes or both.
 
-    The scale follows from `history` if there is one; otherwise it is `scale`, or if
-    that is None, the scale of the amax of `x`. The transpose is [n, tokens], but
-    without `merge` it has all axes of `x`, the last one first. `after` is an array that
-    must be computed before the codes.
+    Args:
+      x: The array.
+      format: The format of the codes.
+      copies: The codes to return.
+      merge: Whether the transpose is [n, tokens]. If not, it has all axes of `x`, the
+        last one first.
+      scale: The scale, if there is no `history`; None means a scale from the amax of
+        `x`.
+      history: The amax history that a delayed scale follows from, or None.
+      after: An array that must be computed before the codes, or None.
     """
     x = quantizable(x)
     if history is not None:
@@ -190,14 +197,15 @@ def quantize_tokens(x: Float[Array, "... n"], after: Array | None = None) -> Sca
 class Fp8Weight(NamedTuple):
     """A weight that is quantized beforehand, for more than one pass.
 
-    Functions that take a weight also take an `Fp8Weight`. Its gradient is an
-    `Fp8Weight` that holds the gradient of `value`, and None in the other fields.
+    Functions that take a weight also take an `Fp8Weight`. The gradient of an
+    `Fp8Weight` is an `Fp8Weight` with the gradient of `value`, and with None in the
+    other fields.
 
     Attributes:
       value: The unquantized weight [..., k].
-      rows: The codes for forward [n, k], with one scale per output feature. Output axes
-        are merged.
-      transposed: The codes for backward [k, ...].
+      rows: The codes [n, k] for the forward pass, with one scale per output feature.
+        Output axes are merged.
+      transposed: The codes [k, ...] for the backward pass.
       scale: The per-tensor scale of `transposed`.
     """
 
@@ -208,7 +216,7 @@ class Fp8Weight(NamedTuple):
 
     @classmethod
     def of(cls, w: Float[Array, "... k"]) -> "Fp8Weight":
-        """Quantizes a weight for forward and backward."""
+        """Quantizes a weight for the forward and the backward pass."""
         values = lax.stop_gradient(w)
         rows, _ = _forward_codes(values, None)
         (scale,) = tensor_scales(rows)
@@ -222,8 +230,8 @@ def tensor_scales(*of: Scaled | Array) -> tuple[Float[Array, ""], ...]:
     """Returns a per-tensor scale, float32, for each argument.
 
     An argument is a per-tensor scale, which is returned as it is, or codes with a scale
-    per row. The amax of such codes is taken to be the largest of their scales times the
-    largest code.
+    per row. The amax of an array with a scale per row is taken to be its largest scale
+    times the largest number of E4M3.
     """
     scaled = [x for x in of if isinstance(x, Scaled)]
     bounds = (kernels.Bound((x.scale,), E4M3.max) for x in scaled)
@@ -248,7 +256,8 @@ def product(
       after: An array that is computed before the weight is quantized.
 
     Returns:
-      The result, and an argument of `tensor_scales` for the scale of `w` in backward.
+      The result, and an argument of `tensor_scales` for the scale of `w` in the
+      backward pass.
     """
     multiply = partial(matmul_codes, dtype=dtype)
     y, scaled = _product_by(multiply, x, w, accumulator, after=after)
@@ -265,8 +274,18 @@ def product_heads(
 ) -> tuple[tuple[Array, ...], Scaled | Float[Array, ""]]:
     """Computes `product`, and splits it into queries, keys and values with RoPE.
 
-    With `keep_copies` each of them is returned twice. The second copies should only be
-    saved: the barrier of `once` is on the first ones alone.
+    Args:
+      x: The codes of activations [*batch, k].
+      w: The weight [..., k]; its output axes have the columns of all heads.
+      dtype: The dtype of the results.
+      angles: The cosines and sines of RoPE's angles.
+      num_kv_heads: The number of key heads.
+      keep_copies: Whether to return queries, keys and values twice. The second copies
+        should only be saved: the barrier of `once` is on the first ones alone.
+
+    Returns:
+      Queries, keys and values, perhaps followed by their copies; and an argument of
+      `tensor_scales` for the scale of `w` in the backward pass.
     """
     options = {"num_kv_heads": num_kv_heads, "out_dtype": dtype}
     multiply = partial(kernels.matmul_heads, **options, copies=1 + keep_copies)
@@ -289,8 +308,13 @@ def input_gradient(
 ) -> Float[Array, "*batch k"] | tuple[Float[Array, "*batch k"], Float[Array, " parts"]]:
     """Computes the gradient of a matmul's activations, `dy @ w`.
 
-    The weights are quantized after the array `after` is computed. With `keep_maxima`
-    the amax of each part of the gradient is returned as well.
+    Args:
+      dy: The codes of the result's gradient.
+      w: The weight.
+      w_scale: The per-tensor scale to quantize the weight with.
+      dtype: The dtype of the gradient.
+      after: An array that must be computed before the weight is quantized, or None.
+      keep_maxima: Whether to return the amax of each part of the gradient as well.
     """
     codes = _backward_codes(w, w_scale, after)
     arrays = dy.row, codes, dy.scale, w_scale
@@ -320,15 +344,15 @@ def weight_gradient(
 
 
 def dtype_of(x: Array | None) -> Array | None:
-    """Returns an empty array that carries a dtype to backward, or None for None."""
+    """Returns an empty array with the dtype of `x`, for residuals, or None for None."""
     return None if x is None else jnp.zeros(0, x.dtype)
 
 
 def once[Result](result: Result) -> Result:
-    """Prevents a matmul from running twice if its result is both read and saved.
+    """Returns `result`, and keeps the matmul that computes it from running twice.
 
     In a loop XLA fuses a matmul with the operation that stacks its results, and runs it
-    again for other readers. XLA does not fuse across this barrier.
+    again for other readers. XLA does not fuse across this function's barrier.
     """
     return lax.optimization_barrier(result)
 
@@ -336,7 +360,7 @@ def once[Result](result: Result) -> Result:
 def _forward_codes(
     w: Weight, after: Array | None
 ) -> tuple[Scaled, Scaled | Float[Array, ""]]:
-    """Returns the codes of a weight for forward, and an argument of `tensor_scales`.
+    """Returns forward-pass codes of a weight, and an argument of `tensor_scales`.
 
     The per-tensor scale that follows from this argument is for `_backward_codes`.
     """
@@ -381,7 +405,20 @@ def matmul_codes(
     dtype: DTypeLike,
     keep_maxima: bool = False,
 ) -> Any:
-    """Computes `kernels.matmul` with a bias and results of any floating dtypes."""
+    """Computes `(a * a_scale) @ (b * b_scale).T + bias + add` from FP8 codes.
+
+    It calls `kernels.matmul`, which supports fewer dtypes.
+
+    Args:
+      a: The codes of the first operand.
+      b: The codes of the second operand. All axes after the first one are contracted.
+      a_scale: The scale of `a`, a scalar or one per row.
+      b_scale: The scale of `b`, a scalar or one per row.
+      add: An array to add, of any floating dtype, or None.
+      bias: A number to add to each column, of any floating dtype, or None.
+      dtype: The floating dtype of the result.
+      keep_maxima: Whether to return the amax of each part of the result as well.
+    """
     out_dtype = stored(dtype)
     add = None if add is None else add.astype(out_dtype)
     bias = None if bias is None else bias.astype(jnp.float32)

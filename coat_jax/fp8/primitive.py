@@ -1,8 +1,8 @@
 """JAX primitives that stand for functions with derivative rules.
 
-In a jaxpr a jitted function can be recognized by its name alone, which any function may
-have. A primitive of our own is unique. It is cheap to trace, because its function is
-traced only when it is differentiated, mapped or compiled.
+In a jaxpr a jitted function can be recognized only by its name, and other functions may
+have the same name. A new primitive is unique. It is cheap to trace, because its
+function is traced only when it is differentiated, mapped or compiled.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,7 +12,12 @@ from pallas_kernels import Activation, NormKind
 
 
 class Norm(NamedTuple):
-    """A norm of the last axis, as `pallas_kernels.norm` computes it."""
+    """A norm of the last axis, as `pallas_kernels.norm` computes it.
+
+    Attributes:
+      kind: "rms" or "layer".
+      eps: The number that is added to the mean square, or to the variance.
+    """
 
     kind: NormKind
     eps: float
@@ -58,7 +63,7 @@ class Mark(NamedTuple):
         return self.primitive.name == "name"
 
     def on_all(self, arrays: Any) -> Any:
-        """Applies the mark, a name, to each array of a tree, of any shape."""
+        """Applies the mark, which must be a name, to each array of a tree."""
         return jax.tree.map(self._bind, arrays)
 
 
@@ -71,7 +76,7 @@ class Prologue(NamedTuple):
     """An operation before matmuls: a norm, an activation or a gate.
 
     Attributes:
-      function: The norm, or the activation, of a gate or by itself.
+      function: The norm, or the activation, which may be the activation of a gate.
       marks: The marks of the operation's result.
       saves: The form in which the operation's inputs are saved.
     """
@@ -103,8 +108,8 @@ class Source(NamedTuple):
       x: The array, or the norm's input.
       scale: The weight that multiplies the normalized input, or None. It is a vector
         [k], or has a row [k] for each sequence.
-      bias: The bias that is added afterwards, or None. Its shape is like the shape of
-        `scale`.
+      bias: The bias that is added afterwards, or None. It has the shapes that `scale`
+        may have.
     """
 
     x: Any

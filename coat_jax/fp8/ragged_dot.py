@@ -1,9 +1,9 @@
 """`jax.lax.ragged_dot` in FP8: the matmuls of a mixture of experts.
 
 In the forward pass each token has a scale, and so has each output feature of an expert.
-The backward pass sums over output features and over tokens, and such scales could not
-be factored out of the sums. There gradients and tokens have a scale per tensor, and
-weights a scale per expert.
+The backward pass sums over output features and over tokens, and these scales could not
+be factored out of the sums. In the backward pass gradients and tokens have a scale per
+tensor, and weights have a scale per expert.
 """
 
 from collections.abc import Callable
@@ -54,9 +54,9 @@ def fp8_ragged_dot(
     zeros, and have zero gradients. `lhs` is saved in FP8, and `rhs`, the weights, by
     reference.
 
-    On a mesh k or n may be split over devices. Tokens and groups are whole on every
-    device. Split tokens need `jax.shard_map`, where each device sorts its own tokens,
-    or `jax.vmap` over the split axis.
+    On a mesh k or n may be sharded over devices, but every device has all tokens and
+    groups. Sharded tokens need `jax.shard_map`, where each device sorts its own tokens,
+    or `jax.vmap` over the sharded axis.
 
     If `lhs` has fewer than 16 rows, `jax.lax.ragged_dot` computes the matmul.
 
@@ -105,7 +105,10 @@ def fp8_ragged_dot(
 
 @cache
 def _jitted(dtype: jnp.dtype) -> Callable:
-    """Returns a jitted function that computes the matmul, and returns it in a list."""
+    """Returns a jitted function of x, w and group sizes that returns a list.
+
+    The list has one array, the FP8 `ragged_dot` of the arguments in `dtype`.
+    """
 
     def fp8_ragged_dot(x, w, group_sizes):
         return [_ragged_dot(x, w, group_sizes, dtype)]
@@ -137,7 +140,7 @@ fp8_ragged_dot_p = new_primitive("fp8_ragged_dot", _jitted, _type_of_result)
 
 @jax.jit
 def _quantized_experts(w: Float[Array, "g k n"]) -> list[Array]:
-    """Returns codes for forward, their scales, and the scale of each expert.
+    """Returns codes for the forward pass, their scales, and a scale per expert.
 
     The codes are transposed, [g, n, k], with a scale for each output, [g, n].
     """
@@ -156,7 +159,7 @@ _experts_p = new_primitive("fp8_experts", lambda: _quantized_experts, _types_of_
 
 
 class _Residuals(NamedTuple):
-    """The arrays that backward reads.
+    """The arrays that the backward pass reads.
 
     Attributes:
       x: The transposed codes of tokens, in which groups are padded.
@@ -217,9 +220,10 @@ _ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)
 
 
 def quantized_experts(w: Float[Array, "g k n"]) -> tuple[Scaled, Float[Array, " g"]]:
-    """Returns the weights' codes [g, n, k] for forward, and a scale for each expert.
+    """Returns the weights' codes for the forward pass, and a scale for each expert.
 
-    The codes have a scale for each output. The scales of experts are for backward.
+    The codes [g, n, k] have a scale for each output. The scales of experts are for the
+    backward pass.
     """
     codes, scale, of_experts = bind(_experts_p, _quantized_experts, w)
     return Scaled(codes, scale), of_experts
@@ -248,9 +252,10 @@ def grouped(
     *,
     keep_maxima: bool = False,
 ) -> Any:
-    """Multiplies each row by the weights of its group, to [m, n] in a floating `dtype`.
+    """Multiplies each row of `x` by the weights of its group.
 
-    With `keep_maxima` the amax of each part of the result is returned as well.
+    `x` [m, k] and `w` [g, n, k] are codes. The result is [m, n] in `dtype`, a floating
+    dtype. With `keep_maxima` the amax of each part of the result is returned as well.
     """
     arrays = x.codes, w.codes, group_sizes, x.scale, w.scale
     options = {"tiles": tiles, "out_dtype": stored(dtype)}

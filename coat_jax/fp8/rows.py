@@ -1,4 +1,4 @@
-"""Gathers of rows, and sums of the rows that tokens were copied to."""
+"""Gathers rows, and sums the rows that each token was copied to."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,7 +22,7 @@ def taken(x: Shaped[Array, "n *m"], index: Int[Array, " k"]) -> Shaped[Array, "k
 
 
 def wide_order(order: Int[Array, " m"]) -> Int[Array, " m"]:
-    """Returns a permutation in at least 32 bits, which can also hold its length."""
+    """Returns a permutation in at least 32 bits, so that it can hold its length."""
     return order if order.dtype.itemsize >= 4 else order.astype(jnp.int32)
 
 
@@ -60,7 +60,7 @@ def total(
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "tokens n"]:
-    """Sums the rows of `x` with the indices `places` of each token, and adds `add`.
+    """Sums the rows of each token, which are at `places` in `x`, and adds `add`.
 
     Sums are computed in float32 and rounded once, to `dtype`. Differentiation raises an
     error.

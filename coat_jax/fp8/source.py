@@ -1,4 +1,4 @@
-"""The activations that FP8 matmuls read: an array, or a norm that a kernel computes."""
+"""Quantizes the activations that FP8 matmuls read: an array or a norm's output."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,16 @@ def in_rows(source: Source) -> Source:
 
 
 def quantized_source(source, norm):
-    """Returns codes of activations with a scale per token, and the residuals."""
+    """Quantizes activations with a scale per token; also returns the residuals.
+
+    Args:
+      source: The activations, or the operands of the norm that computes them.
+      norm: The `Prologue` of the norm, or None.
+
+    Returns:
+      The codes and scales of the activations; and the residuals: the activations and an
+      empty array of their dtype, or the norm's input (or its FP8 copy), scale and bias.
+    """
     x, scale, bias = source
     if norm is None:
         # Kernels read bfloat16 in half the time, and E4M3 is less precise than that.

@@ -38,11 +38,11 @@ class Stored:
         return k, math.prod(outputs)
 
     def for_outputs(self) -> Scaled:
-        """Returns E4M3 codes [n, k] and their scale or scales, which forward reads.
+        """Returns the E4M3 codes [n, k] that the forward pass reads, and their scales.
 
         If `array` is the transpose, each output feature is a row and has a scale, so
-        that one pass over the array quantizes it. Otherwise there is one scale, and so
-        there is on several devices, because these may split the array along any axis.
+        that one pass over the array quantizes it. Otherwise there is one scale. Several
+        devices may shard the array along any axis, so they always use one scale.
         """
         if self.is_transposed and devices.is_alone():
             return quantize_tokens(self._matrix)
@@ -51,7 +51,11 @@ class Stored:
         return Scaled(getattr(codes, copies), codes.scale)
 
     def for_inputs(self, scale: Float[Array, ""], after: Array | None) -> Array:
-        """Returns E4M3 codes [k, n], which backward reads; see `quantize_tensor`."""
+        """Returns the E4M3 codes [k, n] that the backward pass reads.
+
+        `scale` is their per-tensor scale. `after` is an array that must be computed
+        before the codes, or None.
+        """
         copies = "transposed" if self.is_transposed else "row"
         options = {"scale": scale, "after": after}
         codes = quantize_tensor(self._matrix, E4M3, copies=copies, **options)

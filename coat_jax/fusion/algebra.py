@@ -1,4 +1,4 @@
-"""A normal form of small programs, by which norms and gates are found.
+"""Computes a normal form of small programs, by which norms and gates are found.
 
 A norm or a gate is found by its arithmetic, not by the names of functions. Casts
 between floating dtypes, such as the casts that Flax inserts, do not count: kernels
@@ -62,11 +62,11 @@ class _Value(NamedTuple):
 
 
 class _UnknownError(Exception):
-    """Raised for operations that no formula of a norm or a gate has."""
+    """Raised for operations that do not occur in the formulas of norms and gates."""
 
 
 def is_known(eqn: core.JaxprEqn) -> bool:
-    """Returns whether `term_of` supports an operation, which then has one result."""
+    """Returns whether `term_of` supports an operation; if so, it has one result."""
     is_named = eqn.primitive.name in _KNOWN and len(eqn.outvars) == 1
     return is_named and not adds_up(eqn)
 
@@ -149,9 +149,10 @@ def arguments_of(
 
 
 def is_number(v: core.Var, graph: Graph) -> bool:
-    """Returns whether a variable is made from literals alone, then moved or cast.
+    """Returns whether a variable is a number, perhaps moved or cast.
 
-    Within `shard_map` numbers are cast to vary over devices, and then to a dtype.
+    Its elements follow from literals alone. Within `shard_map` numbers are cast to vary
+    over devices, and then to a dtype.
     """
     eqn = graph.makers.get(v)
     if eqn is None:
@@ -225,8 +226,8 @@ def _cast(number: float, dtype: jnp.dtype) -> float:
     """Returns a number of a program, cast to a dtype.
 
     Raises:
-      _UnknownError: If the dtype is neither one of `DTYPES` nor an integer dtype that
-        has the number.
+      _UnknownError: If the dtype is neither in `WIDE`, nor an integer dtype that can
+        hold the number.
     """
     if dtype in WIDE:
         return rounded(number, dtype)
@@ -238,10 +239,11 @@ def _cast(number: float, dtype: jnp.dtype) -> float:
 
 
 def _is_placed(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation has a sharding of its result that must be kept.
+    """Returns whether an operation gives its result a sharding that must be kept.
 
-    On explicit mesh axes all results have shardings, and kernels may split the results
-    in another way. So these shardings do not count, unless devices have partial sums.
+    On explicit mesh axes all results have shardings, but kernels may shard their
+    results differently. So these shardings need not be kept, unless devices have
+    partial sums.
     """
     for sharding in (eqn.params.get("sharding"), eqn.params.get("out_sharding")):
         if sharding is None:
@@ -332,7 +334,7 @@ def _inverse(x: Term) -> Term:
 
 
 def _added(*terms: Term) -> Term:
-    """Returns a sum in normal form, without sums and with at most one number in it."""
+    """Returns a sum in normal form: no sums and at most one number among its terms."""
     parts: list[Term] = []
     for term in terms:
         match term:

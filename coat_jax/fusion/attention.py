@@ -7,10 +7,11 @@ function without writing them.
 
 A match starts at the product with the values, and goes back to the product of queries
 and keys. The axes of the latter product have labels, which are followed through
-transposes and reshapes: so any order of axes is found, and any way to group heads. The
-program stays as it is if there are other operations in between, such as dropout, a soft
-cap, or a mask that may have a gradient; if anything else reads the scores or the
-probabilities; or if a query that sees no key would get another result.
+transposes and reshapes: so attention is found with any order of axes, and with any way
+to group heads. The program stays as it is if there are other operations in between,
+such as dropout, a soft cap, or a mask that may have a gradient; if anything else reads
+the scores or the probabilities; or if a query that sees no key would get another
+result.
 """
 
 import dataclasses
@@ -68,10 +69,11 @@ def attention(
 
 
 def _has_kernel() -> bool:
-    """Returns whether cuDNN's attention runs, or programs are traced as if it did.
+    """Returns whether cuDNN's flash attention can replace attention in a program.
 
-    Pallas kernels for Hopper GPUs can be compiled without a GPU, but cuDNN's attention
-    cannot.
+    It can on Hopper GPUs, and in programs that are traced for a Hopper GPU with
+    stand-ins and never run. It cannot elsewhere, because cuDNN's attention, unlike a
+    Pallas kernel, cannot be compiled without a GPU.
     """
     is_here = jax.default_backend() == "gpu" and devices.has_hopper()
     return stand_ins.active.get() or is_here
@@ -81,7 +83,7 @@ class _Product:
     """The axes of a product of queries and keys, or of probabilities and values.
 
     Attributes:
-      contracted: The axis of each operand that the product is a sum over.
+      contracted: The contracted axis of each operand.
       batch: The batch axes of each operand, in the same order for both operands.
       free: The other axes of each operand.
     """
@@ -192,7 +194,7 @@ class _Attention:
 
     @property
     def _forms(self) -> list[list[list[int]]]:
-        """The labels of the axes of queries, keys and values in these shapes."""
+        """The labels of the axes of queries, keys and values with these `shapes`."""
         queries = [self.batch, [self.query], [*self.heads, *self.groups], [_FEATURES]]
         keys = [self.batch, [self.key], self.heads, [_FEATURES]]
         return [queries, keys, keys]
@@ -200,8 +202,8 @@ class _Attention:
     def _placed(self, mask: Mask, array: jax.Array) -> jax.Array:
         """Returns a mask as an array [batch, heads, queries, keys].
 
-        If the mask is the same for all sequences or for all heads, this axis has length
-        one.
+        The axis of sequences has length one if the mask is the same for all sequences,
+        and so has the axis of heads if it is the same for all heads.
         """
         present = mask.labels
         form = [self.batch, [*self.heads, *self.groups], [self.query], [self.key]]
@@ -224,7 +226,10 @@ class _Attention:
 def _arranged(
     x: jax.Array, axes: Sequence[Axis], form: Sequence[Sequence[int]], sizes: Sizes
 ) -> jax.Array:
-    """Returns an array with its axes in the order and the groups of `form`."""
+    """Returns an array with its axes in the order and the groups of `form`.
+
+    `axes` has the labels of the axes of `x`, and `sizes` the size of each label.
+    """
     labels = [label for axis in axes for label in axis]
     x = x.reshape([sizes[label] for label in labels])
     x = x.transpose([labels.index(label) for axis in form for label in axis])
@@ -251,7 +256,9 @@ def _match(last: core.JaxprEqn, graph: Graph) -> _Attention | None:
 def _around(
     softmax: Softmax, last: core.JaxprEqn, side: int, graph: Graph
 ) -> _Attention:
-    """Returns the attention around a softmax; see `_match`.
+    """Returns the attention with this softmax, which ends with the product `last`.
+
+    `side` is the place of the probabilities among the operands of `last`.
 
     Raises:
       MismatchError: If the axes are not as in attention.
@@ -299,7 +306,7 @@ def _around(
 
 
 def _check(match: _Attention, graph: Graph) -> None:
-    """Raises MismatchError if flash attention does not run, or does not help."""
+    """Raises MismatchError if flash attention cannot run, or would not help."""
     result = match.eqns[-1].outvars[0]
     # The second product may read probabilities or scores as its values, too.
     removed = {v for eqn in match.eqns[:-1] for v in eqn.outvars}
@@ -327,11 +334,12 @@ def _check(match: _Attention, graph: Graph) -> None:
 
 
 def _check_split(match: _Attention) -> None:
-    """Raises MismatchError if a mesh axis may split heads, but does not divide them.
+    """Raises MismatchError if heads may be sharded unevenly.
 
-    On a mesh with one axis the heads are whole on every device in this case, because
-    the axis more often splits sequences. On other meshes each device would compute the
-    heads of all devices.
+    This is the case if the number of heads is not a multiple of the size of a mesh
+    axis. A mesh with a single axis is an exception: then the heads are not sharded,
+    because this axis more often shards sequences. On other meshes each device would
+    compute the heads of all devices.
     """
     (_, _, query_heads, _), (_, _, key_heads, _), _ = match.shapes
     heads = key_heads if key_heads > 1 else query_heads
@@ -391,11 +399,11 @@ def _masked(masks: Sequence[Mask]) -> set[int]:
 
 
 def _query(free: Sequence[int], masks: Sequence[Mask], sizes: Sizes) -> int:
-    """Returns the label of the positions of queries, among positions and heads.
+    """Returns the label of the positions of queries, which is among `free`.
 
-    A mask has an axis of positions, so a label of a mask is chosen. If no mask has one
-    of these labels, attention is the same for any choice, and the longest axis is
-    chosen.
+    The other labels in `free` are labels of heads. A mask has an axis of positions, so
+    a label of a mask is chosen. If no mask has one of these labels, attention is the
+    same for any choice, and the longest axis is chosen.
     """
     masked = _masked(masks)
     candidates = [label for label in free if label in masked] or free
@@ -409,6 +417,8 @@ def _heads(batch: Sequence[int], masks: Sequence[Mask], has_groups: bool) -> lis
 
     A label that no mask has is preferred, because masks have an axis of sequences more
     often than an axis of heads.
+
+    `has_groups` says whether several query heads share a key head.
     """
     if has_groups and len(batch) < 2:
         return []

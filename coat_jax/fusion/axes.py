@@ -1,4 +1,4 @@
-"""Labels of the axes of arrays, followed through transposes and reshapes."""
+"""Follows labels of the axes of arrays through transposes and reshapes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -86,7 +86,7 @@ def before(eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes) -> list[Axis]
 def _in_order(
     eqn: core.JaxprEqn, axes: Sequence[Axis], shape: Sequence[int], sizes: Sizes
 ) -> list[Axis]:
-    """Returns the axes of an operation's result for its operand's, or the reverse.
+    """Returns the axes of a result from the axes of its operand, or the reverse.
 
     The operation keeps elements in their order. `axes` are the axes of one of the two
     arrays, and `shape` is the shape of the other array.

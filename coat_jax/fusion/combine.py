@@ -34,11 +34,11 @@ class CombineMatch(NamedTuple):
 
 
 def combine_of(rows: core.Var, graph: Graph) -> CombineMatch | None:
-    """Returns the weighted sums that rows [m, n] go into, or None.
+    """Returns the weighted sums that are computed from rows [m, n], or None.
 
-    Rows are gathered by a permutation, and each row is multiplied by one number, before
-    the sum or in one matmul with it. Nothing else may read the rows, or the arrays
-    between the rows and the sums.
+    Rows are gathered by a permutation. Each row is multiplied by a number, and the rows
+    of each token are added, in two operations or in one matmul. Nothing else may read
+    the rows, or the arrays between the rows and the sums.
     """
     steps = _steps(rows, graph)
     named = [eqn for eqn in steps if eqn.primitive.name not in _LAYOUTS]
@@ -102,7 +102,7 @@ def _may_be_between(eqn: core.JaxprEqn, var: core.Var, allowed: set[str]) -> boo
 
 
 def _contracts(product: core.JaxprEqn, rows: core.Var) -> bool:
-    """Returns whether a matmul sums [t, k, n] times [t, k] over k, for each t."""
+    """Returns whether a matmul sums rows [t, k, n] over k, with weights [t, k]."""
     contracted, batch = product.params["dimension_numbers"]
     numbers = (tuple(map(tuple, contracted)), tuple(map(tuple, batch)))
     tokens, _, n = rows.aval.shape

@@ -62,7 +62,7 @@ class _Experts(NamedTuple):
 
     @property
     def matmuls(self) -> list[core.JaxprEqn]:
-        """The matmuls of gate and up, one or two."""
+        """The one or two matmuls that compute gate and up."""
         matmuls = [half.matmul for half in self.halves]
         return matmuls[: 1 if matmuls[0] is matmuls[1] else 2]
 
@@ -137,7 +137,7 @@ def fuse_experts(program: core.Jaxpr) -> core.Jaxpr:
 
 
 def _halves(matmul: core.JaxprEqn, graph: Graph) -> Sequence[tuple[core.Var, _Half]]:
-    """Returns the halves of a matmul's result if only they are read, or the result.
+    """Returns the halves of a matmul's result, or the result if it is read as a whole.
 
     Each variable comes with its `_Half`.
     """
@@ -162,7 +162,10 @@ def _halves(matmul: core.JaxprEqn, graph: Graph) -> Sequence[tuple[core.Var, _Ha
 def _experts(
     down: core.JaxprEqn, graph: Graph, sources: dict[core.Var, _Half]
 ) -> _Experts | None:
-    """Returns the gated MLP that ends with a matmul, or None."""
+    """Returns the gated MLP of experts that ends with the matmul `down`, or None.
+
+    `sources` has the results of grouped matmuls, or their halves; see `_halves`.
+    """
     a, _, sizes = down.invars
     if not isinstance(a, core.Var) or a.aval.dtype not in WIDE:
         return None

@@ -53,13 +53,13 @@ class FusedMatmul:
     """The FP8 matmuls of one array, with a prologue and an epilogue.
 
     Attributes:
-      calls: The matmuls, or the last one of a gated MLP.
+      calls: The matmuls; in a gated MLP only the last matmul.
       stored: The weights, in the order of axes in which the program stores them.
       pair: The two matmuls of a gated MLP that compute gate and up, or ().
-      whole: The array that has the weights of `pair` as its halves, gate first, if the
-        program has one and a single matmul can read it; or None.
-      norm: The norm that the first matmuls read, if a kernel computes it.
-      gate: The activation or gate that `calls` read, if a kernel computes it.
+      whole: The array that has the weights of `pair` as its halves, gate first; None if
+        there is no array of this kind, or if a single matmul cannot read it.
+      norm: The norm that the first matmuls read, if a kernel computes it; or None.
+      gate: The activation or gate that `calls` read, if a kernel computes it; or None.
       biases: The sum of each result of `calls` and a bias, or None.
       total: The sum of the only result and another array, or None.
       passed: The variable that stands for the norm's input after this operation, so
@@ -78,7 +78,7 @@ class FusedMatmul:
 
     @property
     def source(self) -> Source:
-        """The variables of the activations, before a norm or an activation."""
+        """The operands of the fused norm or activation, or else the activations."""
         if self.norm is not None:
             return self.norm.source
         if self.gate is not None and not self.pair:
@@ -87,7 +87,7 @@ class FusedMatmul:
 
     @property
     def weights(self) -> list[tuple[Stored, core.Var | None]]:
-        """The weight of each matmul of `calls` with its bias."""
+        """The weight of each matmul of `calls`, with its bias or None."""
         pairs = zip(self.calls, self.biases, strict=True)
         return [
             (self.stored[call.invars[1]], bias and bias.other) for call, bias in pairs
@@ -131,7 +131,7 @@ class FusedMatmul:
         return traced(marked, leaves, self.results, like=self.calls[0])
 
     def _form(self, saves: Saves) -> tuple[Callable[..., list], tuple]:
-        """Returns the function of the matmuls, and the variables that it takes."""
+        """Returns the function that computes the matmuls, and its operands."""
         total = self.total and self.total.other
         norm = self.norm and Prologue(self.norm.norm, marks_of(self.norm.eqns), saves)
         options: dict[str, Any] = {"dtype": self.calls[0].params["dtype"]}
@@ -152,7 +152,7 @@ class FusedMatmul:
 
     @property
     def of_gate(self) -> tuple[Stored, ...]:
-        """The weights of gate and up."""
+        """The weights of gate and up, in this order."""
         weights = {call.outvars[0]: self.stored[call.invars[1]] for call in self.pair}
         return tuple(weights[v] for v in self.gate.operands)
 
@@ -170,7 +170,7 @@ class Fusion:
     def __call__(
         self, program: core.Jaxpr, keys: Sequence[Any], is_param: Sequence[bool]
     ) -> core.Jaxpr:
-        """Returns the program with fused FP8 matmuls; see `fuse`."""
+        """Returns the program with fused FP8 matmuls and experts; see `fuse`."""
         del keys
         if self.saves == "copies":
             program = fuse_experts(program)
@@ -190,7 +190,7 @@ def fusion(format: Format, group: int, where: Any, key: Any) -> Fusion:
 def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Jaxpr:
     """Returns a program with fused FP8 matmuls.
 
-    Weights must follow from parameters.
+    Matmuls are fused only if their weights are computed from parameters alone.
 
     Args:
       program: The program.
@@ -225,10 +225,12 @@ def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Ja
 def _with_halves(
     program: core.Jaxpr, params: Sequence[core.Var]
 ) -> tuple[core.Jaxpr, set[core.Var]]:
-    """Returns a program with two matmuls in place of one that computes gate and up.
+    """Splits each matmul that computes gate and up at once into two matmuls.
 
-    A matmul is replaced only if the gate can be fused then. The weights of replaced
-    matmuls are returned as well.
+    A matmul is split only if the gate can be fused afterwards.
+
+    Returns:
+      The program, and the weights of the matmuls that were split.
     """
     graph = Graph(program)
     matches = [halves_of(eqn, graph) for eqn in program.eqns if is_fp8(eqn)]
@@ -254,7 +256,7 @@ def _with_halves(
 
 
 def _groups(graph: Graph, fixed: set[core.Var]) -> Groups:
-    """Returns the FP8 matmuls of activations by weights, in groups.
+    """Returns the FP8 matmuls of activations and weights, grouped as in `Groups`.
 
     Weights are in `fixed`, the variables that follow from parameters alone.
     """
@@ -321,9 +323,9 @@ def _whole(
 ) -> Stored | None:
     """Returns the array that has the weights of gate and up as its halves, or None.
 
-    With several devices the result is None: if devices split the outputs of the array,
-    they split its halves in another way. An array [k, 2 f] has one scale, so it is read
-    as a whole only if it is one of `wholes`. If a program multiplies by the halves
+    With several devices the result is None, because devices that shard the outputs of
+    the array do not shard each of its halves. An array [k, 2 f] has one scale, so it is
+    read as a whole only if it is one of `wholes`. If a program multiplies by the halves
     instead, each half has its own scale.
     """
     if not node.pair or not devices.is_alone():
@@ -366,10 +368,10 @@ def _gates(graph: Graph, groups: Groups) -> Iterator[tuple[Any, tuple[Any, Gate]
 def _norm(
     key: Any, calls: Sequence[core.JaxprEqn], graph: Graph, fixed: set[core.Var]
 ) -> NormMatch | None:
-    """Returns the norm that only these matmuls read, to fuse with them, or None.
+    """Returns the norm to fuse with these matmuls, or None.
 
-    Batched matmuls, with a weight for each element of the batch, are not fused with
-    norms.
+    Nothing but these matmuls may read the norm. `key` is their key in `Groups`. Batched
+    matmuls, with a weight for each element of the batch, are not fused with norms.
     """
     x, *_ = key
     if x.aval.ndim > 2 or x.aval.dtype != jnp.bfloat16:

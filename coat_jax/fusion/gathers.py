@@ -30,9 +30,9 @@ def gathers(
 ) -> core.Jaxpr:
     """Returns a program in which gathers by permutations have gradients by gathers.
 
-    An index counts as a permutation if it is p or p // k, where a sort makes p of the
-    numbers from 0 to n - 1, and k divides n. Any elementwise operations on integers may
-    compute the index from p.
+    An index counts as a permutation if it is p or p // k, where p is a permutation of
+    the numbers from 0 to n - 1, and k divides n. Sorts, reversals and `iota` compute
+    permutations. Any elementwise operations on integers may compute the index from p.
     """
     del keys, is_param
     if not any(eqn.primitive.name == "gather" for eqn in all_eqns(program.eqns)):
@@ -65,7 +65,7 @@ def _by_permutation(
 
 
 def _takes_rows(eqn: core.JaxprEqn) -> bool:
-    """Returns whether a gather takes whole rows of numbers from its first axis."""
+    """Returns whether an operation gathers full rows of a floating array by index."""
     if eqn.primitive.name != "gather" or _is_placed(eqn):
         return False
     (x, index), params = eqn.invars, eqn.params
@@ -175,7 +175,7 @@ def _integers(
 
 
 def _is_static(operand: Operand) -> bool:
-    """Returns whether a shape has no symbolic lengths, as `jax.export` leaves open."""
+    """Returns whether a shape has no symbolic lengths, which `jax.export` allows."""
     return all(isinstance(size, int) for size in operand.aval.shape)
 
 
@@ -267,7 +267,10 @@ def _gradient(
     *,
     shape: tuple[int, ...],
 ) -> list[Any]:
-    """Returns the gradient of `x`, summed in float32, or in float64 for float64."""
+    """Returns the gradient of `x`, and None for `order`, in a list.
+
+    The gradient is summed in float32, or in float64 if `dy` is float64.
+    """
     del shape
     if isinstance(dy, ad.Zero):
         return [ad.Zero(x.aval), None]

@@ -54,7 +54,11 @@ class Halves(NamedTuple):
 
 
 def halves_of(matmul: core.JaxprEqn, graph: Graph) -> Halves | None:
-    """Returns the halves of a matmul's result, or None if anything else is read."""
+    """Returns the halves of a matmul's result, or None if it cannot be split.
+
+    It cannot be split if anything else than its halves is read, or if several devices
+    may share the columns of the weight.
+    """
     (y,) = matmul.outvars
     if y.aval.ndim != 2 or any(isinstance(v, core.Literal) for v in matmul.invars):
         return None
@@ -129,7 +133,7 @@ def joined(
 def is_moved(array: core.Var, graph: Graph) -> bool:
     """Returns whether a program moves elements to compute an array.
 
-    XLA reads a half of such an array where its elements were before, but would move all
+    XLA reads a half of the array where its elements were before, but would move all
     elements to read the whole array.
     """
     maker = graph.makers.get(array)
@@ -139,7 +143,7 @@ def is_moved(array: core.Var, graph: Graph) -> bool:
 
 
 def _cut_of(half: core.Var, graph: Graph) -> tuple[core.Var, int, int, int] | None:
-    """Returns array, axis, start and size of the slice that `half` is, or None.
+    """Returns the array, axis, start and size of the slice `half`, or None.
 
     Operations that keep all elements in their order may follow the slice.
     """
@@ -156,7 +160,7 @@ def _cut_of(half: core.Var, graph: Graph) -> tuple[core.Var, int, int, int] | No
 
 
 def _is_stack(weight: core.Var, graph: Graph) -> bool:
-    """Returns whether a weight [k, n] is reshaped from a stack [k, 2, ...] of two."""
+    """Returns whether a weight [k, n] is reshaped from a stack [k, 2, ...]."""
     maker = graph.makers.get(weight)
     if maker is None or maker.primitive.name != "reshape":
         return False
@@ -178,7 +182,7 @@ def _is_squeeze(eqn: core.JaxprEqn | core.Jaxpr) -> bool:
 
 
 def cuts_of(eqn: core.JaxprEqn) -> Iterator[tuple[int, int, int, core.Var]]:
-    """Yields axis, start, size and result of each slice that an operation takes.
+    """Yields the axis, start, size and result of each slice that an operation takes.
 
     Slices along several axes are left out.
     """

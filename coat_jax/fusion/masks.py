@@ -1,4 +1,4 @@
-"""The masks of attention, as conjunctions of boolean arrays with fewer axes."""
+"""Finds the masks of attention: boolean arrays that are combined by "and"."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,7 +39,7 @@ class Mask(NamedTuple):
         return [label for axis in self.axes for label in axis]
 
     def always_shows(self, key: Axis) -> bool:
-        """Returns whether the mask is constant and shows each query a key or more.
+        """Returns whether the mask is constant and shows each query at least one key.
 
         `key` is the axis of keys.
         """

@@ -37,7 +37,8 @@ def traced(
     """Returns the operations of a function, for use in a program.
 
     On a mesh with explicit axes, FP8 matmuls take arrays on automatic axes. So `fn` is
-    called with such arrays, and its results get the shardings of `results`.
+    called with arrays on automatic axes, and its results get the shardings of
+    `results`.
 
     Args:
       fn: A function of arrays.

@@ -170,7 +170,11 @@ def _is_vector(v: core.Var, like: jax.core.ShapedArray) -> bool:
 
 
 def _fits(vector: core.Var, x: core.Var) -> bool:
-    """Returns whether a vector [..., 1, n] has its rows along the first axes of `x`."""
+    """Returns whether a vector can be applied to all positions of each sequence of `x`.
+
+    The vector [..., 1, n] has as many axes as `x`. Its first axes are as long as the
+    first axes of `x`, and all other axes before n have length 1.
+    """
     shape = vector.aval.shape
     count = max((i + 1 for i, n in enumerate(shape[:-1]) if n > 1), default=0)
     return len(shape) == x.aval.ndim and shape[:count] == x.aval.shape[:count]
@@ -216,7 +220,10 @@ def _added_numbers(eqns: Eqns) -> set[float]:
 
 @functools.lru_cache(maxsize=256)
 def _norm_terms(width: int, eps: float) -> dict[Term | None, NormKind]:
-    """Returns the kinds of norms, by the arithmetic of each way to write them."""
+    """Returns a map from the normal form of a norm to the kind of the norm.
+
+    A norm has one form for each way to write it, with and without scale and bias.
+    """
     x = jax.ShapeDtypeStruct((2, width), jnp.float32)
     column = jax.ShapeDtypeStruct((1, width), jnp.float32)
     terms: dict[Term | None, NormKind] = {}
@@ -236,14 +243,17 @@ def _norm_terms(width: int, eps: float) -> dict[Term | None, NormKind]:
 def _term_of_function(
     fn: Callable, arrays: Sequence[Any], layouts: Sequence[Any], width: int | None
 ) -> Term | None:
-    """Returns the arithmetic of a Python function of named arrays."""
+    """Returns the normal form of a Python function's result.
+
+    `layouts` has the name and the layout of each array.
+    """
     program = inlined(jax.make_jaxpr(fn)(*arrays).jaxpr, is_plain_call)
     names = dict(zip(program.invars, layouts, strict=True))
     return term_of(program.eqns, program.outvars[0], names, width)
 
 
 def gate_of(y: core.Var, graph: Graph, sources: Collection[core.Var]) -> Gate | None:
-    """Returns the product of a gate that computes `y` from two of `sources`, or None.
+    """Returns the gate that computes `y` from two of `sources`, or None.
 
     Nothing but the gate may read its two sources.
     """
@@ -305,14 +315,14 @@ def _without_numbers(
 def _gate_term(
     eqns: Sequence[core.JaxprEqn], y: core.Var, operands: Sequence[core.Var]
 ) -> Term | None:
-    """Returns the arithmetic of the gate and, if there is one, its factor."""
+    """Returns the normal form of `y`, computed from gate and up, or from gate alone."""
     names = zip(operands, ("gate", "up"), strict=False)
     return term_of(eqns, y, {v: (name, "elements") for v, name in names}, width=None)
 
 
 @functools.cache
 def _gate_terms(count: int) -> dict[Term | None, Activation]:
-    """Returns activations, keyed by the arithmetic of a gate with `count` operands."""
+    """Returns activations by the normal form of a gate with `count` operands."""
     layouts = [("gate", "elements"), ("up", "elements")][:count]
     terms = {}
     for activation, fn in ACTIVATIONS.items():
@@ -334,7 +344,7 @@ def sum_of(result: core.Var, graph: Graph, before: int) -> Sum | None:
     Args:
       result: The result of a matmul, or its sum with a bias.
       graph: The program.
-      before: The position in the program at which the other array is known.
+      before: The position in the program before which the other array must be computed.
     """
     for match, summand in _sums(result, graph):
         other, like = match.other.aval, summand.aval
@@ -387,7 +397,8 @@ def _sums(result: core.Var, graph: Graph) -> Iterator[tuple[Sum, core.Var]]:
 def _column(var: core.Var, like: core.Var, graph: Graph) -> core.Var | None:
     """Returns the vector that is broadcast to `var`, or None.
 
-    The vector has an element for each column of `like`, which has as many axes.
+    The vector has an element for each column of `like`. `var` and `like` must have the
+    same number of axes.
     """
     columns = like.aval.shape[-1:]
     if var.aval.ndim != like.aval.ndim or var.aval.shape[-1:] != columns:
@@ -421,7 +432,7 @@ def reader_after(x: core.Var, norm: Eqns, graph: Graph) -> core.JaxprEqn | None:
 
 
 def _is_for(eqn: Any, inner: Collection[int], graph: Graph) -> bool:
-    """Returns whether an operation is in `inner`, or a cast that only these read."""
+    """Returns whether an operation is in `inner`, or is a cast for operations in it."""
     if eqn is graph.program or id(eqn) in inner:
         return id(eqn) in inner
     if eqn.primitive.name != "convert_element_type":

@@ -1,4 +1,4 @@
-"""The softmax of scores in a program, and the scale and the masks of the scores."""
+"""Finds the softmax of scores in a program, and the scores' scale and masks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -58,12 +58,12 @@ class Scores(NamedTuple):
 
 
 class Softmax:
-    """A softmax that a matmul reads, of scores that a matmul computes.
+    """A softmax between the matmul of the scores and the matmul with the values.
 
     Args:
       graph: The program.
       last: The second matmul, with the values.
-      side: The place of the probabilities among its operands.
+      side: The place of the probabilities among the operands of `last`, 0 or 1.
 
     Attributes:
       first: The matmul of the scores.
@@ -121,7 +121,7 @@ class Softmax:
         return Scores(axes, scale, masks, shifted)
 
     def probabilities(self, axes: Sequence[Axis], sizes: Sizes) -> Sequence[Axis]:
-        """Returns the axes of the probabilities; `axes` belong to the softmax."""
+        """Returns the axes of the probabilities, from the axes of the softmax."""
         for eqn in self._after:
             axes = moved(eqn, axes, sizes)
         return axes
@@ -131,7 +131,7 @@ class Softmax:
     ) -> list[core.JaxprEqn]:
         """Returns the operations from `var` back to the first one named `end`.
 
-        `step` returns the operand from which an operation between them follows.
+        The search goes on from an operation to the operand that `step` returns.
         """
         chain = [self._maker(var)]
         while chain[-1].primitive.name != end:
@@ -210,11 +210,14 @@ class Softmax:
         return x, axis
 
     def _row(self, var: Operand, name: str, x: core.Var) -> int:
-        """Returns the axis of `x` that the reduction `name` to `var` is along.
+        """Returns the axis of `x` along which a reduction gives `var`.
+
+        `name` is the name of the reduction. The result may be moved, cast and
+        broadcast.
 
         Raises:
-          MismatchError: If `var` is not such a reduction, or a number of `var` is not
-            at the place of its row in `x`.
+          MismatchError: If `var` is not a reduction of this kind, or its elements are
+            not in the order of the rows of `x`.
         """
         moves, eqn = [], self._maker(var)
         while eqn.primitive.name != name:
@@ -262,7 +265,10 @@ class Softmax:
         return var, axes
 
     def _number(self, var: Operand, steps: int = 8) -> float | None:
-        """Returns the number that all elements of an array are, or None."""
+        """Returns the number that all elements of an array equal, or None.
+
+        At most `steps` operations may compute the array from literals.
+        """
         if isinstance(var, core.Literal):
             return number_of(var) if np.ndim(var.val) == 0 else None
         eqn = self._graph.makers.get(var)

@@ -1,1 +1,1 @@
-"""Transformer layers by recipe: FP8 matmuls, segments and the decoder layer."""
+"""Transformer layers: the decoder layer, its recipes, and the parts they use."""

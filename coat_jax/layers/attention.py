@@ -76,8 +76,8 @@ def attention(
     [b, 1, s, s] if several documents are packed into a sequence. On Hopper GPUs
     `pallas_kernels.attention` runs for soft caps, for several documents, and for heads
     of 256; otherwise cuDNN's attention runs on GPUs. Both save q, k, v, the output, and
-    a number for each query and head. XLA's attention, which runs elsewhere, computes
-    the probabilities again in backward.
+    a number for each query and head. XLA's attention, which runs elsewhere, recomputes
+    the probabilities in the backward pass.
 
     Args:
       q: Queries.
@@ -147,8 +147,8 @@ def causal_attention(
       q: Queries.
       k: Keys; the number of key heads divides the number of query heads.
       v: Values.
-      kept: Copies of q, k and v that are saved for backward in their place, or (). The
-        copies get no gradients.
+      kept: Copies of q, k and v, or (). The backward pass reads the copies in place of
+        q, k and v. The copies get no gradients.
       segment_ids: The number of each position's document, in packed sequences; None
         means that a sequence is one document.
       scores: The scale, soft cap and window of scores.
@@ -251,7 +251,11 @@ def _ranges(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_kernel(options, q, k, v, copies, ranges):
-    """Runs the library's kernel; backward reads `copies` of q, k and v if given."""
+    """Runs `pallas_kernels.attention`; the backward pass reads `copies` if given.
+
+    `copies` are copies of q, k and v, or (). `options` and `ranges` have the keyword
+    arguments of the kernel.
+    """
     return pallas_kernels.attention(q, k, v, **dict(options), **ranges)[0]
 
 
@@ -270,7 +274,7 @@ _in_kernel.defvjp(_in_kernel_fwd, _in_kernel_bwd)
 
 
 def _masked_attention(q, k, v, mask, scores):
-    """Computes attention with XLA, to the keys where `mask` is true; None means all."""
+    """Computes attention in XLA to the keys where `mask` is true, or to all keys."""
     if scores.softcap is None:
         return jax.nn.dot_product_attention(
             q, k, v, mask=mask, scale=scores.scale, implementation="xla"
@@ -294,16 +298,20 @@ def _ignoring_masks(q, k, v, masks):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _saving(run, q, k, v, kept, masks):
-    """Runs attention; backward reads the copies `kept` of q, k and v if given."""
+    """Computes `run(q, k, v, masks)`; the backward pass reads `kept` if given.
+
+    `kept` are copies of q, k and v that are saved in their place, or ().
+    """
     return run(q, k, v, masks)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Empty:
-    """A placeholder for an array without elements, such as cuDNN's attention saves.
+    """A placeholder for an array without elements, which cuDNN's attention saves.
 
-    JAX 0.11 cannot return such an array from `shard_map`: the process crashes in XLA.
+    JAX 0.11 cannot return an array without elements from `shard_map`: the process
+    crashes in XLA.
     """
 
     shape: tuple[int, ...]

@@ -26,8 +26,8 @@ def linear(
 ) -> Float[Array, "..."]:
     """Computes `x @ w.T` in FP8 with scales of blocks, in the dtype of `x`.
 
-    Backward needs `x` itself, so use `linear` within `fp8_remat`, which saves `x` in
-    FP8 or recomputes it. Gradients have the dtypes of `x` and `w`.
+    The backward pass needs `x` itself, so use `linear` within `fp8_remat`, which saves
+    `x` in FP8 or recomputes it. Gradients have the dtypes of `x` and `w`.
 
     Args:
       x: Activations, bfloat16 or float32.
@@ -75,7 +75,7 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 def _quantized(x: Float[Array, "r c"], **blocks: Block) -> Any:
-    """Pads an array, and quantizes it, its transpose or both; see `quantize_blocks`."""
+    """Quantizes a padded array, its transpose or both; see `quantize_blocks`."""
     return kernels.quantize_blocks(_padded(x), **blocks)
 
 
@@ -89,7 +89,7 @@ def _padded(x: Float[Array, "r c"]) -> Float[Array, "r c"]:
 def _matmul(
     a: Scaled, b: Scaled, shape: tuple[int, int], dtype: DTypeLike
 ) -> Float[Array, "m n"]:
-    """Computes `a @ b.T` without the padding."""
+    """Computes `a @ b.T`, and cuts the padding off, to an array of this shape."""
     arrays = a.codes, b.codes, a.scale, b.scale
     y = kernels.matmul(*arrays, out_dtype=stored(dtype))
     return y[: shape[0], : shape[1]].astype(dtype)

@@ -1,12 +1,12 @@
 """Context parallelism: sequences that are split over the devices of a mesh.
 
-A layer treats each token by itself, except in RoPE, which needs the token's position,
-and in attention, which needs all keys. So each part of a sequence becomes a row of the
-batch, and only RoPE and attention take the split into account. Before attention each
-device has all heads of s / p positions. For attention devices exchange arrays, so that
-each has all s positions of n / p heads, and afterwards they exchange back (all-to-all;
-DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1). Attention thus runs as on one device,
-with any mask.
+A layer processes each token independently of the others, except in RoPE, which needs
+the token's position, and in attention, which needs all keys. So each part of a sequence
+becomes a row of the batch, and only RoPE and attention take the split into account.
+Before attention each device has all heads of s / p positions. For attention devices
+exchange arrays, so that each has all s positions of n / p heads, and afterwards they
+exchange back (all-to-all; DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1). Attention
+thus runs as on one device, with any mask.
 """
 
 import dataclasses

@@ -44,12 +44,13 @@ class LayerKind(nnx.Variable[Array]):
 class DecoderLayer(nnx.Module):
     """A decoder layer: grouped-query attention, and a gated MLP or experts.
 
-    Weights are [out, in]. In forward matmuls of the FP8 flow each output feature has a
-    scale of its own.
+    Weights are [out, in]. In the forward matmuls of the FP8 flow each output feature
+    has its own scale.
 
     Biases, norms of queries and keys, and local bases of RoPE, which other models than
-    Llama have, are plain JAX after the matmul. With norms on outputs the recipes "coat"
-    and "coat_max" are composed of other functions; see `recipes.recipe_of`.
+    Llama have, are computed in plain JAX after the matmul. With norms on outputs the
+    recipes "coat" and "coat_max" are composed of other functions; see
+    `recipes.recipe_of`.
 
     Args:
       hidden_size: The size of the residual stream, h.
@@ -79,8 +80,8 @@ class DecoderLayer(nnx.Module):
       experts: The experts that take the MLP's place, each of the size
         `intermediate_size`; None means one MLP. Experts need a recipe that has matmuls
         for them, `norm_placement` "before", and `scaling` "just_in_time".
-      batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic
-        and one that is named "expert" splits the experts.
+      batch_axes: The mesh axes that split the batch. They are needed if the mesh has
+        automatic axes, and one named "expert" splits the experts.
       output_scale: A factor on the initialization of the two weights `out` and `down`,
         the last ones before the residual stream.
       context: How sequences are split over devices. The layer then takes and returns
@@ -256,9 +257,9 @@ class DecoderLayer(nnx.Module):
     def quantize_weights(self) -> None:
         """Quantizes the weights now, for all passes until the next call.
 
-        Without this call each pass quantizes the weights. The call is worthwhile if a
-        step has several passes, as in gradient accumulation, and takes 2 bytes per
-        parameter. The codes are variables of the type `WeightCodes`, which have no
+        Without this call each pass quantizes the weights. The codes take 2 bytes per
+        parameter, and are worthwhile if a step has several passes, as in gradient
+        accumulation. They are variables of the type `WeightCodes`, which have no
         gradients. The weights of experts are still quantized in each pass.
 
         Raises:
@@ -313,7 +314,7 @@ class DecoderLayer(nnx.Module):
         return weight[...].astype(jnp.float32) + self.norm_offset
 
     def _head_params(self) -> dict[str, Array]:
-        """Returns the parameters of the steps between the matmul and attention."""
+        """Returns the parameters of the steps between `qkv` matmul and attention."""
         arrays = {
             "bias": None if self.qkv_bias is None else self.qkv_bias[...],
             "q_norm": self._norm_weight(self.q_norm),
@@ -340,7 +341,11 @@ class DecoderLayer(nnx.Module):
     def _mlp(
         self, recipe: recipes.Recipe, x: recipes.Residual, codes: bool = True
     ) -> tuple[recipes.Residual, Shares | None]:
-        """Computes the MLP or the experts, and how tokens are spread over experts."""
+        """Computes the MLP or the experts; also returns the experts' `Shares`.
+
+        A layer without experts returns None for them. If `codes` is false, the codes of
+        `quantize_weights` are not used, and tokens are not sent to other devices.
+        """
         params = self._mlp_params(codes)
         if self.experts is not None:
             options = {"experts": self.experts, "batch_axes": self.batch_axes}
@@ -379,8 +384,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[recipes.Residual, Routing | None]:
         """Applies the layer; also returns the routing of its experts, or None.
 
-        `segment_ids` numbers the documents of packed sequences; attention does not
-        cross them. None means that a sequence is one document.
+        `segment_ids` has the number of each token's document in packed sequences.
+        Attention does not cross documents. None means that a sequence is one document.
 
         In the FP8 flow `x` may be a `Stream`, which `Recipe.enter` returns and
         `Recipe.leave` takes. Its gradient passes from layer to layer with its scale.

@@ -26,7 +26,7 @@ from pallas_kernels.ops.attention.axes import HeadAxes
 
 
 def has_flash_attention(q: Array) -> bool:
-    """Returns whether cuDNN can run attention of `q`, both forward and backward."""
+    """Returns whether cuDNN can compute attention of queries `q`, and its gradients."""
     _, length, _, head_dim = q.shape
     return (
         (stand_ins.active.get() or devices.has_gpu())
@@ -88,7 +88,7 @@ def _in_jax(scores: _Scores, q: Array, k: Array, v: Array, mask: Array | None) -
 
 @dataclasses.dataclass(frozen=True)
 class _Attention(operations.OfParts):
-    """Attention [b, s, m, g, d] and its statistics, of each device's part."""
+    """The operation that computes attention [b, s, m, g, d] and its statistics."""
 
     scores: _Scores
     name = "attention"

@@ -59,12 +59,13 @@ def attention_in(
 ) -> tuple[Array, Array, Array, tuple[Array, ...], Array]:
     """Computes queries, keys and values: `norm(x) @ qkv.T`, then RoPE.
 
-    `params` holds `norm` [h] or None, and `qkv` [m, h].
+    x is the array of `stream`. `params` holds `norm` [h] or None, and `qkv` [m, h].
 
     With `keep_copies` the matmul writes queries, keys and values twice, and attention
-    saves the second copies for backward. In a loop over layers the kernel writes these
-    copies directly to their place in the stack of residuals; the arrays that attention
-    reads would first have to be copied there. The copies have no gradients.
+    saves the second copies for its backward pass. In a loop over layers the kernel
+    writes these copies directly to their place in the stack of residuals. Without them,
+    the arrays that attention reads would have to be copied there. The copies have no
+    gradients.
 
     Returns:
       Queries, keys, values, the tuple of their copies, and the residual stream.
@@ -140,9 +141,10 @@ def attention_out(
 ) -> Stream:
     """Computes `x + o @ out.T` for attention's output `o`.
 
-    `params` holds `out` [h, n * d]. Backward reads `o`, which attention saves anyway
-    for its own backward pass. With a context `o` comes from `ContextParallel.attend`,
-    split over heads. Devices exchange `o` for the matmul, and again in backward.
+    x is the array of `stream`. `params` holds `out` [h, n * d]. The backward pass reads
+    `o`, which attention saves anyway for its own backward pass. With a context `o`
+    comes from `ContextParallel.attend`, and its heads are sharded. Devices exchange `o`
+    before the matmul, and again in the backward pass.
     """
 
     def segment(params, o, stream):
@@ -193,10 +195,20 @@ _out_segment.defvjp(_attention_out, _attention_out_grads)
 
 
 def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: Activation) -> Stream:
-    """Computes `x + (activation(gate) * up) @ down.T`.
+    """Computes `x + (act(g) * u) @ down.T`, the gated MLP on the residual stream.
 
-    Gate and up are the two halves of `norm(x) @ gate_up.T`. `params` holds `norm` [h]
-    or None, `gate_up` [2, f, h], and `down` [h, f].
+    x is the array of `stream`, and act is the activation that `gate` names. g and u are
+    the two halves of `norm(x) @ gate_up.T`.
+
+    Args:
+      params: The parameters: `norm` [h] or None, `gate_up` [2, f, h], and `down`
+        [h, f].
+      stream: The residual stream.
+      norm: The norm of the input.
+      gate: The name of the activation.
+
+    Returns:
+      The residual stream after the MLP.
     """
 
     def segment(params, stream):
@@ -266,7 +278,7 @@ _mlp_segment.defvjp(_gated_mlp, _gated_mlp_grads)
 def _with_histories(params: Params, stream: Stream) -> Params:
     """Returns `params` with amax histories that vary over devices like the stream.
 
-    Only within `shard_map` do arrays vary; see `spread`.
+    Arrays vary over devices only within `shard_map`; see `spread`.
     """
     if "amax" not in params:
         return params
@@ -274,7 +286,7 @@ def _with_histories(params: Params, stream: Stream) -> Params:
 
 
 def _recorded(amax: Amax, **quantized: Codes) -> Amax:
-    """Returns the amax histories, each with the latest amax of its gradient in front.
+    """Returns the amax histories, each with the new amax of its gradient put in front.
 
     `quantized` has the codes of each gradient, by the name of its history.
     """

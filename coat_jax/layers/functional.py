@@ -1,8 +1,9 @@
 """Norms and gates, in the dtype of their input.
 
 Norms compute in float32, gates in the dtype of their input. `coat.fp8_remat` with the
-policy `nothing_saveable` saves only the inputs of a norm or gate, in FP8, and backward
-recomputes everything else from these (COAT, arXiv 2410.19313, section 5).
+policy `nothing_saveable` saves only the inputs of a norm or gate, in FP8, and the
+backward pass recomputes everything else from these inputs (COAT, arXiv 2410.19313,
+section 5).
 """
 
 import jax

@@ -2,7 +2,8 @@
 
 Llama has only RoPE there, which the FP8 flow applies in the kernel of the matmul.
 Biases, norms of queries and keys, and RoPE with a base that differs between the layers
-of a stack are plain JAX here, for all recipes. XLA fuses them into one pass.
+of a stack are computed in plain JAX here, for all recipes. XLA fuses them into one
+pass.
 """
 
 import dataclasses

@@ -36,7 +36,7 @@ class Stream(NamedTuple):
         is quantized. It is unused if scaling is delayed.
       token: A float32 dummy scalar if there are several shards, else None. Its gradient
         is zero, and is available once the devices have summed the weight gradients of
-        the later segments. Operations that read this gradient run after those sums.
+        the later segments. So operations that read this gradient run after the sums.
     """
 
     x: Float[Array, "b s h"]
@@ -65,7 +65,7 @@ class Stream(NamedTuple):
         return stream._replace(token=self.token)
 
     def tokens(self) -> "Stream":
-        """Returns, for each array of the stream, its number of leading token axes.
+        """Returns a `Stream` of the number of leading token axes of each array.
 
         The axis of `scale`, if it has one, is split over a mesh like the batch.
         """
@@ -86,7 +86,8 @@ class Stream(NamedTuple):
     def codes(self, history: Array | None) -> Codes:
         """Quantizes this stream, a gradient, to E5M2 codes and their transpose.
 
-        The scale follows from `history`; if that is None, it is the stream's scale.
+        The scale is computed from the amax history, or is the stream's scale if
+        `history` is None.
         """
         scale = self.scale if history is None else None
         return quantize_tensor(
@@ -161,8 +162,9 @@ class Heads:
     ) -> Codes:
         """Computes E5M2 codes of the gradient of `split`'s input.
 
-        `q`, `k` and `v` are the gradients of `split`'s results. The same kernel applies
-        the inverse of RoPE.
+        `q`, `k` and `v` are the gradients of the results of `split`, and `start` is as
+        in `split`. With an amax `history` the scale is delayed. The kernel that
+        quantizes also applies the inverse of RoPE.
         """
         cos, sin = self.angles(q.shape[1], start)
         dtype = E5M2.dtype
@@ -190,10 +192,10 @@ class Norm:
     def forward(
         self, x: Float[Array, "b s h"], weight: Array | None
     ) -> tuple[Scaled, Scaled]:
-        """Returns FP8 codes of the norm's output, by token, and of `x`, by group.
+        """Returns codes of the norm's output, and of its input `x`, in FP8.
 
-        The output has a scale per token, and `x` a scale per group of 16. Backward
-        reads the groups.
+        The codes of the output have a scale per token. The codes of `x` have a scale
+        per group of 16, and are for the backward pass.
         """
         out = kernels.norm(
             x, weight, kind=self.kind, eps=self.eps, scale="row", keep_groups=True
@@ -225,10 +227,18 @@ class Norm:
     ) -> tuple[Stream, Array | None, Float[Array, "h tokens"] | None]:
         """Computes the gradients of the norm's input and weight; recomputes its output.
 
+        Args:
+          x: The codes of the norm's input, in groups of 16.
+          dy: The gradient of the norm's output.
+          weight: The norm's weight, or None.
+          scale: The per-tensor scale of the recomputed output; None skips it.
+          add: An array to add to the gradient of the input.
+          delayed: Whether scaling is delayed, so that the gradient needs no scale.
+
         Returns:
           A stream of the input's gradient plus `add`, with its scale unless scaling is
-          delayed; the gradient of the weight; and the norm's output, recomputed as
-          transposed E4M3 codes with `scale`, or None if `scale` is None.
+          delayed; the gradient of the weight, or None; and the norm's output as
+          transposed E4M3 codes, or None.
         """
         # The kernel adds bfloat16 arrays only.
         fused = add.dtype == jnp.bfloat16

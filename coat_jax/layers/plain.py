@@ -41,14 +41,15 @@ class PlainRecipe(Recipe):
     such as `jax.checkpoint`. Wrappers determine which residuals are saved.
 
     Attributes:
-      linear: The matmul (x, w) -> x @ w.T.
+      linear: A function (x, w) that computes `x @ w.T`.
       stacked: Whether one matmul computes both gate and up; otherwise each has its own.
-      product: The matmul of rows and the weights of experts; None if the recipe does
-        not support experts.
+      product: A function that multiplies rows by the weights of experts; None if the
+        recipe does not support experts.
       pointwise: The wrapper of norms, gates and RoPE.
-      segment: The wrapper of the functions (parameters, x) before and after attention.
-      projection: The wrapper of the output projection (parameters, o, x).
-      attention: The wrapper of attention with the projection.
+      segment: The wrapper of the segments before and after attention, functions
+        (parameters, x).
+      projection: The wrapper of the output projection, a function (parameters, o, x).
+      attention: The wrapper of attention together with the projection.
       optimizer: The optimizer to train with.
     """
 
@@ -72,7 +73,10 @@ class PlainRecipe(Recipe):
     def attention_in(
         self, params: Params, x: Residual, *, norm: Norm | None, heads: Heads
     ) -> Attended:
-        """Computes queries, keys and values; see `Recipe.attention_in`."""
+        """Computes queries, keys and values with plain functions.
+
+        `Recipe.attention_in` documents the arguments and the results.
+        """
 
         def segment(params, x):
             y = self.project_in(params, x, norm=norm)
@@ -94,7 +98,10 @@ class PlainRecipe(Recipe):
         attention: Attention = LLAMA_ATTENTION,
         local: Array | None = None,
     ) -> Residual:
-        """Computes attention and the output projection; see `Recipe.attention_out`."""
+        """Computes attention and the output projection with plain functions.
+
+        `Recipe.attention_out` documents the arguments and the result.
+        """
         context = attention.context
 
         def project(params, o, x):
@@ -115,7 +122,7 @@ class PlainRecipe(Recipe):
     def project_in(
         self, params: Params, x: Array, *, norm: Norm | None
     ) -> Float[Array, "b s m"]:
-        """Computes `norm(x) @ qkv.T`, the columns of all heads."""
+        """Computes `norm(x) @ qkv.T`, the columns of all heads; None means no norm."""
         h = x if norm is None else self.norm(norm)(params["norm"], x)
         return matmul.once(self.linear(h, params["qkv"]))
 
@@ -127,7 +134,10 @@ class PlainRecipe(Recipe):
         *,
         norm: Norm | None = None,
     ) -> Float[Array, "b s h"]:
-        """Computes `x + norm(o @ out.T)`."""
+        """Computes `x + norm(o @ out.T)`; None means no norm.
+
+        `params` holds `out` [h, n * d], and `out_norm` [h] if there is a norm.
+        """
         y = self.linear(joined(o), params["out"])
         if norm is not None:
             y = self.norm(norm)(params["out_norm"], y)
@@ -142,7 +152,10 @@ class PlainRecipe(Recipe):
         gate: Activation = "silu",
         out_norm: Norm | None = None,
     ) -> Residual:
-        """Computes the gated MLP and the residual sum; see `Recipe.gated_mlp`."""
+        """Computes the gated MLP and the residual sum with plain functions.
+
+        `Recipe.gated_mlp` documents the arguments and the result.
+        """
 
         def segment(params, x):
             h = x if norm is None else self.norm(norm)(params["norm"], x)
@@ -177,7 +190,10 @@ class PlainRecipe(Recipe):
         batch_axes: str | tuple[str, ...] | None = None,
         sent: bool = True,
     ) -> tuple[Residual, Shares]:
-        """Computes the experts of each token; see `Recipe.experts`."""
+        """Adds the outputs of each token's experts to `x` with plain functions.
+
+        `Recipe.experts` documents the arguments and the results.
+        """
         axis = ExpertAxis.of(params, x, batch_axes, experts, sent)
 
         def segment(params, x):

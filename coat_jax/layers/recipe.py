@@ -82,9 +82,9 @@ class Attention:
           q: Queries. With a context, b counts the rows of `ContextParallel.enter`.
           k: Keys.
           v: Values.
-          copies: Copies of queries, keys and values that backward reads in their place,
-            or (). With a context the copies are not used, because backward reads the
-            arrays that the devices have exchanged.
+          copies: Copies of queries, keys and values, or (). The backward pass reads the
+            copies in place of q, k and v. With a context the copies are not used,
+            because the backward pass reads the arrays that the devices have exchanged.
           segment_ids: The document of each token, or None.
           local: Whether the window of `scores` applies in this layer; None means yes.
         """
@@ -110,7 +110,8 @@ class Recipe(abc.ABC):
 
     Attributes:
       scalings: When the scales of gradients may be computed; see `DecoderLayer`.
-      optimizer: The optimizer to train with, with the arguments of `optax.adamw`.
+      optimizer: The optimizer to train with, a function that takes the arguments of
+        `optax.adamw`.
       takes_codes: Whether segments also take weights that are quantized beforehand.
       pointwise: The wrapper of the functions that compute norms, gates and RoPE outside
         of the FP8 flow.
@@ -127,7 +128,10 @@ class Recipe(abc.ABC):
         """True if the recipe has matmuls of experts."""
 
     def norm(self, norm: Norm) -> Callable[[Array | None, Array], Array]:
-        """Returns a function of weight and x that computes `norm(x)`."""
+        """Returns a function (weight, x) that computes this norm of x.
+
+        The weight may be None.
+        """
         fn = NORMS[norm.kind]
         return self.pointwise(lambda weight, x: fn(x, weight, eps=norm.eps))
 
@@ -159,6 +163,10 @@ class Recipe(abc.ABC):
           x: The residual stream.
           norm: The norm; None means no norm.
           heads: The order of heads in the columns of the matmul.
+
+        Returns:
+          Queries [b, s, n, d], keys and values [b, s, k, d], copies of the three to
+          save for the backward pass or (), and the residual stream for `attention_out`.
         """
 
     @abc.abstractmethod
@@ -177,11 +185,21 @@ class Recipe(abc.ABC):
     ) -> Residual:
         """Computes `x + causal_attention(q, k, v) @ out.T`.
 
-        `params` holds `out` [h, n * d]; `kept` are the copies that `attention_in`
-        returns. With `segment_ids` attention does not cross the documents of packed
-        sequences. `attention` can add operations before attention, with the parameters
-        `params["heads"]`, and a norm of the projection's output, with the weight
-        `params["out_norm"]`. `local` says whether the layer's attention is local.
+        Args:
+          params: The parameters: `out` [h, n * d]; `heads`, the parameters of
+            `attention.steps`, if there are any; and `out_norm` [h], if there is
+            `attention.out_norm`.
+          q: Queries.
+          k: Keys.
+          v: Values.
+          kept: The copies of q, k and v that `attention_in` returns.
+          x: The residual stream.
+          segment_ids: The number of each token's document in packed sequences, which
+            attention does not cross; None means that a sequence is one document.
+          attention: The options of attention. They can add operations before attention,
+            and a norm of the projection's output.
+          local: Whether the layer's attention is local; see `causal_attention` and
+            `HeadSteps.apply` for the meaning of None.
         """
 
     @abc.abstractmethod
@@ -194,16 +212,17 @@ class Recipe(abc.ABC):
         gate: Activation = "silu",
         out_norm: Norm | None = None,
     ) -> Residual:
-        """Computes `x + (activation(gate) * up) @ down.T`.
+        """Computes `x + (act(g) * u) @ down.T`, the gated MLP on the residual stream.
 
-        Gate and up are the two halves of `norm(x) @ gate_up.T`.
+        g and u are the two halves of `norm(x) @ gate_up.T`, and act is the activation
+        `gate`.
 
         Args:
           params: The parameters: `norm` [h] or None, `gate_up` [2, f, h], and `down`
             [h, f].
           x: The residual stream.
           norm: The norm of the input; None means no norm.
-          gate: The activation of the gate.
+          gate: The name of the activation.
           out_norm: The norm of the output before it is added to `x`, with the weight
             `params["out_norm"]`; None means no norm.
         """
@@ -226,11 +245,11 @@ class Recipe(abc.ABC):
 
         Args:
           params: The parameters: `norm` [h] or None, `router` [e, h], `router_bias` [e]
-            or None, `gate_up` [g, 2, f, h] and `down` [g, h, f], of e experts to choose
-            from and g - e shared ones.
+            or None, `gate_up` [g, 2, f, h] and `down` [g, h, f]. There are e experts to
+            choose from, and g - e shared experts.
           x: The residual stream.
           norm: The norm of the input.
-          gate: The activation of the gate.
+          gate: The name of the activation in the gated MLPs.
           experts: The number of experts, and how tokens choose among them.
           batch_axes: The mesh axes that split the batch, if the mesh's axes are
             automatic and one is named "expert".

@@ -2,7 +2,6 @@
 
 The recipes "coat" and "coat_max" run the FP8 precision flow of COAT (arXiv 2410.19313,
 section 5), which is in `coat_jax.layers.flow`. The other recipes compute the same layer
-from coat_jax.remat.api import rerun
 from plain functions, for comparison.
 """
 
@@ -55,7 +54,8 @@ def _plain_linear(x: Array, w: Array) -> Array:
 class Fp8Recipe(Recipe):
     """The FP8 flow: segments save activations in FP8, with a scale for each group.
 
-    Backward recomputes the outputs of norms and gates from these.
+    The backward pass recomputes the outputs of norms and gates from the saved
+    activations.
 
     Attributes:
       attention: The wrapper of attention and the output projection after it.
@@ -77,7 +77,10 @@ class Fp8Recipe(Recipe):
     def attention_in(
         self, params: Params, x: Residual, *, norm: Norm | None, heads: Heads
     ) -> Attended:
-        """Computes queries, keys and values; see `Recipe.attention_in`."""
+        """Computes queries, keys and values in the FP8 flow.
+
+        `Recipe.attention_in` documents the arguments and the results.
+        """
         # A wrapper such as `fp8_remat` saves its own copies of q, k and v. Steps before
         # attention compute other q, k and v, which attention saves itself.
         saves = self.attention is identity and heads.context is None
@@ -97,7 +100,10 @@ class Fp8Recipe(Recipe):
         attention: Attention = LLAMA_ATTENTION,
         local: Array | None = None,
     ) -> Residual:
-        """Computes attention and the output projection; see `Recipe.attention_out`."""
+        """Computes attention and the output projection in the FP8 flow.
+
+        `Recipe.attention_out` documents the arguments and the result.
+        """
         params = dict(params)
         of_heads = params.pop("heads", None)
         # A wrapper of attention already saves only the inputs of the steps.
@@ -123,7 +129,10 @@ class Fp8Recipe(Recipe):
         gate: Activation = "silu",
         out_norm: Norm | None = None,
     ) -> Residual:
-        """Computes the gated MLP and the residual sum; see `Recipe.gated_mlp`."""
+        """Computes the gated MLP and the residual sum in the FP8 flow.
+
+        `Recipe.gated_mlp` documents the arguments and the result.
+        """
         return flow.gated_mlp(params, x, norm, gate)
 
     @property
@@ -142,12 +151,19 @@ class Fp8Recipe(Recipe):
         batch_axes: str | tuple[str, ...] | None = None,
         sent: bool = True,
     ) -> tuple[Residual, Shares]:
-        """Computes the experts of each token; see `Recipe.experts`."""
+        """Adds the outputs of each token's experts to `x` in the FP8 flow.
+
+        `Recipe.experts` documents the arguments and the results.
+        """
         axis = ExpertAxis.of(params, x.x, batch_axes, experts, sent)
         return expert_flow.experts_mlp(params, x, norm, gate, experts, axis)
 
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
-        """Returns the stream's array; backward computes its gradient's scale."""
+        """Returns the array of the stream.
+
+        The backward pass computes the scale of the stream's gradient; see
+        `shards.leave`.
+        """
         return shards.leave(x)
 
 
@@ -181,7 +197,7 @@ def _fp8_linear(x: Array, w: Array) -> Array:
 
 
 def _again(segment: Callable) -> Callable:
-    """Wraps a segment so that backward runs it again, with residuals in FP8."""
+    """Wraps a segment so that the backward pass runs it again on FP8 residuals."""
     return jax.checkpoint(fp8_remat(segment))
 
 

@@ -3,7 +3,7 @@
 A per-tensor scale needs the amax of the whole tensor. If a mesh splits the batch, the
 devices would wait for one another's amax several times a layer. Instead each shard's
 gradients are quantized with scales of their own, like the gradients of microbatches:
-backward maps over the shards. The gradients of weights are summed in the end.
+the backward pass maps over the shards. The gradients of weights are summed in the end.
 
 Devices gather codes of weights and scatter gradients while they compute something else.
 XLA may start a collective operation as soon as its operand is known, but at times
@@ -37,7 +37,8 @@ def by_shards(
     the pass is not mapped.
 
     Args:
-      *mapped: Whether a residual is a tree of arrays of tokens, for each residual.
+      *mapped: For each residual, whether it is a tree of arrays of tokens, which are
+        divided among the shards.
       known: Whether the token of the resulting stream is known only when the sums of
         weight gradients are known.
     """
@@ -91,7 +92,7 @@ def over_shards(fn: Callable[[Array], Any], stream: Stream) -> Any:
     """Applies a function of tokens [b, s, h] to each shard of a stream.
 
     The results of the shards are concatenated along their first axis, which is the
-    batch, or an axis of values that each shard has of its own.
+    batch, or an axis with one value for each shard.
     """
     if not stream.scale.ndim:
         return fn(stream.x)
@@ -113,7 +114,7 @@ def _over_shards(run: Callable, mapped: tuple, residuals: Any, cotangents: Any) 
 def leave(stream: Stream) -> Float[Array, "b s h"]:
     """Returns the residual stream [b, s, h] after the last segment.
 
-    Backward computes the scales of the stream's gradient.
+    The backward pass computes the scales of the stream's gradient.
     """
     return stream.x
 

@@ -1,1 +1,1 @@
-"""Reads jaxprs: a table of primitives, and graphs of equations."""
+"""Reads and rewrites jaxprs: a table of primitives, and graphs of equations."""

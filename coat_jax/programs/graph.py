@@ -44,7 +44,7 @@ class Graph:
         return -1 if eqn is None else self._positions[id(eqn)]
 
     def in_order(self, eqns: Iterable[core.JaxprEqn]) -> tuple[core.JaxprEqn, ...]:
-        """Returns operations in the program's order, each once."""
+        """Returns operations in the program's order, without repetition."""
         distinct = {id(eqn): eqn for eqn in eqns}
         return tuple(sorted(distinct.values(), key=self.position))
 
@@ -56,7 +56,10 @@ class Graph:
         return all(id(r) in readers for v in variables for r in self.readers[v])
 
     def following(self, sources: Iterable[core.Var]) -> set[core.Var]:
-        """Returns the variables that depend on `sources` and constants alone."""
+        """Returns the variables that depend on `sources` and constants alone.
+
+        Results of stateful operations are left out.
+        """
         follow = {*sources, *self.program.constvars}
         for eqn in self.program.eqns:
             if variables(eqn.invars) <= follow and not is_stateful(eqn):
@@ -76,8 +79,8 @@ class Graph:
 def written_out(program: core.Jaxpr) -> core.Jaxpr:
     """Returns a program with its calls inlined, without effects and barriers.
 
-    The variables stay the same, except results of calls and barriers that are only
-    passed on: their sources take their place.
+    The variables stay the same, with one exception: if a call or a barrier returns a
+    variable unchanged, this variable replaces the result.
     """
     program = inlined(program, lambda eqn: eqn.primitive.name in _CALLS)
     names: Names = {}
@@ -109,7 +112,7 @@ def is_plain_call(eqn: core.JaxprEqn) -> bool:
 def inlined(
     program: core.Jaxpr, is_call: Callable[[core.JaxprEqn], bool]
 ) -> core.Jaxpr:
-    """Returns a program with the operations inlined that `is_call` accepts.
+    """Returns a program with the operations inlined that `is_call` selects.
 
     Each of these operations must contain one program, which is inlined unless it has
     constants.
@@ -165,7 +168,10 @@ def embedded(
 def with_replaced(
     program: core.Jaxpr, replaced: Mapping[int, Sequence[core.JaxprEqn]]
 ) -> core.Jaxpr:
-    """Returns a program with other operations in the place of each `id` of one."""
+    """Returns a program with some of its operations replaced.
+
+    `replaced` maps the `id` of an operation to the operations that take its place.
+    """
     eqns = [new for eqn in program.eqns for new in replaced.get(id(eqn), [eqn])]
     return program.replace(eqns=eqns)
 
@@ -181,8 +187,8 @@ def in_place_of(
     Args:
       eqn: The operation that they replace.
       fn: A function of arrays like `operands`, which closes over no arrays.
-      operands: Its arguments, in the program of `eqn`.
-      results: The variables of that program which its results get.
+      operands: The arguments of `fn`, in the program of `eqn`.
+      results: The variables of this program that get the results of `fn`.
 
     Raises:
       ValueError: If `fn` closes over arrays.

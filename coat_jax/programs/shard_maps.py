@@ -27,7 +27,7 @@ def is_over_all_axes(eqn: core.JaxprEqn) -> bool:
 
 
 def with_program(eqn: core.JaxprEqn, fn: Callable[..., list]) -> list[core.JaxprEqn]:
-    """Returns operations that compute a `shard_map` with `fn` as its function.
+    """Returns operations that compute a `shard_map` of `fn` with the options of `eqn`.
 
     Args:
       eqn: The `shard_map`, which has another function.

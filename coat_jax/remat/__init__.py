@@ -1,1 +1,1 @@
-"""`fp8_remat`: FP8 residuals for any function or module."""
+"""Implements `fp8_remat`, which saves FP8 residuals for any function or module."""

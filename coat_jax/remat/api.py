@@ -1,4 +1,4 @@
-"""Backward passes that read FP8 copies of what autodiff saved.
+"""Makes backward passes read FP8 copies of the arrays that autodiff saves.
 
 This module applies COAT's mixed granularity (arXiv 2410.19313, section 5.1) to any
 function. The format of a residual of `jax.vjp` depends on how the forward program
@@ -9,15 +9,15 @@ computes it and which operations of the backward program read it:
     and integer arguments alone    transposes, tables, masks)
   large floating activations       saved in FP8 with per-group scales: groups of 16, or
                                    of up to 128 if only matmuls read the array
-  arrays that follow elementwise   not saved; recomputed from the saved arrays
-    from saved arrays
-  operands and results of          saved unquantized if the kernel has a float32
-    kernels that one kernel of       statistic of its operands, as flash attention has;
-    backward reads                   or FP8 copies of the operands alone, on which the
-                                     kernel runs again (`rerun_attention`)
+  arrays that are computed         not saved; recomputed from the saved arrays
+    elementwise from saved arrays
+  operands and results of          saved unquantized if the kernel computes a float32
+    kernels with a backward          statistic of its operands, as flash attention does.
+    kernel that reads both           With `rerun_attention` only FP8 copies of the
+                                     operands are saved, and the kernel runs again
   all other arrays                 saved unquantized: integers, masks, per-token
-                                   statistics, arrays of which backward takes the
-                                   exponential or by which it divides
+                                   statistics, and arrays that the backward pass takes
+                                   the exponential of or divides by
 
 A norm therefore saves an FP8 copy of its input and its statistics. If both inputs of a
 gate are slices of one matmul's output, one copy of the output is saved.
@@ -79,23 +79,23 @@ def fp8_remat[Target](
     The forward program is unchanged, except for matmuls of `fp8_dot_general` and for
     softmax attention. All matmuls of `fp8_dot_general` that read one array are merged,
     and quantize the array once, with a scale for each token. A gate between the matmuls
-    of a gated MLP becomes one kernel, and so does a norm before matmuls, unless the
-    norm has a derivative rule of its own. On Hopper GPUs, attention that the program
-    computes in BF16 by matmuls and a softmax runs as cuDNN's flash attention, if all
-    of its masks are booleans and nothing else reads its scores and probabilities. The
+    of a gated MLP becomes one kernel. A norm before matmuls also becomes one kernel,
+    unless it has a custom derivative rule. On Hopper GPUs, attention that the program
+    computes in BF16 by matmuls and a softmax runs as cuDNN's flash attention, if all of
+    its masks are booleans and nothing else reads its scores and probabilities. The
     options below do not change this. The saved activations take a tenth to a third of
-    their bytes without `fp8_remat`. The docstring of this module lists the format of
-    each residual; `coat.residual_report` lists all saved arrays.
+    the bytes that they take without `fp8_remat`. The docstring of this module lists the
+    format of each residual; `coat.residual_report` lists all saved arrays.
 
     The result works under jit, scan, vmap, shard_map, jax.checkpoint and another
-    `fp8_remat`. A function of one example may have no array that is large enough for a
-    copy: wrap the function around `jax.vmap` in its place. Forward-mode differentiation
-    and second derivatives are not supported. Residuals of sharded arrays are sharded in
-    the same way. No data moves between devices if every device has whole groups of the
-    last axis.
+    `fp8_remat`. The arrays of a function of one example may be too small for copies:
+    wrap the function that calls `jax.vmap` instead. Forward-mode differentiation and
+    second derivatives are not supported. Residuals of sharded arrays are sharded in the
+    same way. No data moves between devices if every device has whole groups of the last
+    axis.
 
     If the target calls `shard_map`, `fp8_remat` is also applied to the function within
-    it, which runs on each device's shards, unless there is `where`, a policy or a key.
+    it, which runs on each device's shards, unless `where`, `policy` or `key` is given.
 
     Layers that differ in nothing but the values of arrays are traced once, like a
     function under `jax.jit`. Attributes of NNX modules, values that a function closes
@@ -141,8 +141,8 @@ def fp8_remat[Target](
         step: `fp8_remat(model, key=key)(x)`.
       rerun_attention: Whether flash attention runs again in the backward pass, on FP8
         copies of queries, keys and values. By default queries, keys, values, output and
-        statistics of flash attention are saved unquantized, in two to four times the
-        bytes. Attention that XLA computes has no statistics, and is not affected.
+        statistics of flash attention are saved unquantized, and take two to four times
+        the bytes. Attention that XLA computes has no statistics, and is not affected.
         Attention in a loop or a branch of the function is not affected either: call
         `fp8_remat` on the loop's body.
 
@@ -204,7 +204,10 @@ def options_of(
     key: jax.Array | None,
     rerun_attention: bool,
 ) -> Options:
-    """Returns the options of `fp8_remat`, with its rewrites of programs."""
+    """Returns the options of `fp8_remat`, with the rewrites of programs that it makes.
+
+    The arguments are the options that `fp8_remat` documents.
+    """
     options = Options(
         format=format,
         group=group,

@@ -1,4 +1,4 @@
-"""Subclasses of module classes, with wrapped methods."""
+"""Makes subclasses of module classes, with wrapped methods."""
 
 import inspect
 from collections.abc import Callable
@@ -40,10 +40,13 @@ def cached_class(
 def members_of(
     cls: type, methods: dict[str, Callable], rebuild: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """Returns the members of a subclass with the name of `cls` and these methods.
+    """Returns the members of a subclass that has the name of `cls` and wrapped methods.
 
-    Objects of the subclass unpickle as `rebuild[0](*rebuild[1:], state)`, with the
-    attributes of the object as `state`.
+    Args:
+      cls: The class.
+      methods: The wrapped methods, by name.
+      rebuild: A function and its first arguments. Objects of the subclass unpickle as
+        `rebuild[0](*rebuild[1:], state)`, where `state` has the object's attributes.
     """
 
     def reduce(self, protocol=None):
@@ -56,7 +59,7 @@ def members_of(
 
 
 def attributes_of(x: Any) -> dict[str, Any]:
-    """Returns the attributes of an object, in slots and in its dictionary."""
+    """Returns an object's attributes by name, from its slots and its `__dict__`."""
     slots = [getattr(cls, "__slots__", ()) for cls in type(x).__mro__]
     names = [
         n for names in slots for n in ((names,) if isinstance(names, str) else names)
@@ -73,7 +76,8 @@ def is_callable(cls: type) -> bool:
 def method_names(cls: type) -> list[str]:
     """Returns the names of the methods that users of a module class may call.
 
-    Methods of Flax's own base classes do not count.
+    `__call__` is the only special method among them. Generator functions, coroutine
+    functions and the methods of Flax's base classes are left out.
     """
     bases = nnx.Pytree, nnx.Module, nn.Module
     return [
@@ -91,7 +95,7 @@ def method_names(cls: type) -> list[str]:
 
 
 def _is_method(member: Any) -> bool:
-    """Returns whether a member of a class is a method, plain or wrapped."""
+    """Returns whether a member is a function, or a descriptor that wraps one."""
     if inspect.isfunction(member):
         return True
     is_wrapped = callable(member) and hasattr(member, "__wrapped__")

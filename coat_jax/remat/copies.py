@@ -1,8 +1,8 @@
 """FP8 copies of arrays, quantized and dequantized by kernels where kernels can run.
 
 The results equal the results of `coat.quantize` and `coat.dequantize` bit by bit. With
-several GPUs each device runs the kernels on its part of an array. Groups lie along the
-last axis, so no data moves between devices if every part holds whole groups.
+several GPUs each device runs the kernels on its part of an array. Groups are contiguous
+on the last axis, so no data moves between devices if every part holds whole groups.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def fp8_copy(
       scale = amax / format.max, in bfloat16
       codes = x / scale, in the format
 
-    With `noise`, which rounds stochastically, amax is multiplied by 1 + 2**-8 so that
+    With `noise` the rounding is stochastic, and amax is multiplied by 1 + 2**-8 so that
     no code saturates. Kernels do not take noise.
     """
     group = min(granularity.size, x.shape[-1])
@@ -80,12 +80,12 @@ def read_copy(q: QuantizedArray, *, fused: bool = False) -> Float[Array, "... n"
 
 
 def _fits(shape: tuple[int, ...], dtype: Any, format: Format, group: int) -> bool:
-    """Returns whether `pallas_kernels` supports the operation, by kernel or in jnp."""
+    """Returns whether `pallas_kernels` can make copies of this type and group."""
     return format.table is None and dtype in WIDE and shape[-1] % group == 0
 
 
 def _in_batches(fn: Callable) -> Callable:
-    """Makes `vmap` of `fn` call `fn` once on the whole batch.
+    """Returns a function like `fn` that `jax.vmap` calls once, on the whole batch.
 
     This is correct because no group crosses a leading axis.
     """

@@ -1,12 +1,13 @@
-"""The error of arrays that are computed from FP8 copies, operation by operation.
+"""Follows the errors of FP8 copies through the operations that read the copies.
 
 An error is called small if it is small compared with the amax of a group, as the errors
-of copies are. Operations that amplify errors need exact operands. These are logarithms,
-exponentials other than exp(-x**2), and sums that may cancel, such as x - 30 of a copy
-of x. A sum cannot cancel if its operands have the same sign everywhere, as 1 and x**2
-do. Sums of numbers and bounded functions, such as 1 - tanh(x), have an error that is
-small compared with the bounds. Constants may be added to an array that is centered
-and normalized, because the error is small compared with the array's unit variance.
+of copies are. Operations that amplify errors need exact operands. Examples are
+logarithms, exponentials other than exp(-x**2), and sums that may cancel, such as x - 30
+if x is read from a copy. A sum cannot cancel if its operands have the same sign
+everywhere, such as 1 and x**2. Sums of numbers and bounded functions, such as
+`1 - tanh(x)`, have an error that is small compared with the bounds. Constants may be
+added to an array that is centered and normalized, because the error is small compared
+with the array's unit variance.
 """
 
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -35,7 +36,8 @@ class Sign(NamedTuple):
 
     Attributes:
       factor: 1 or -1.
-      of: The other arrays, of the same shape. Without any, all elements have one sign.
+      of: The other arrays, of the same shape. If there are none, all elements have the
+        sign `factor`.
     """
 
     factor: int
@@ -47,7 +49,7 @@ class Sign(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The way in which an array follows from saved arrays.
+    """A description of how an array is computed from saved arrays.
 
     Attributes:
       steps: The number of operations that compute it from saved arrays, not counting
@@ -68,7 +70,7 @@ class Known(NamedTuple):
 
     @classmethod
     def of_number(cls, literal: core.Literal) -> "Known":
-        """Returns what is known of a literal in a program."""
+        """Returns the description of a literal, with its number if it is floating."""
         value = np.asarray(literal.val)
         if value.ndim or not jnp.issubdtype(literal.aval.dtype, jnp.floating):
             return cls()
@@ -102,7 +104,13 @@ class Errors:
     def stay_small(
         self, eqn: core.JaxprEqn, position: int, operands: Sequence[Known]
     ) -> bool:
-        """Returns whether the error of result `position` is small; see the module."""
+        """Returns whether the error of an operation's result is small; see the module.
+
+        Args:
+          eqn: The operation.
+          position: The index of the result among the operation's results.
+          operands: The descriptions of the operation's operands.
+        """
         name, errors = eqn.primitive.name, entry_of(eqn).errors
         if errors == "sum":
             return self._cannot_cancel(eqn, operands)
@@ -198,8 +206,9 @@ def normalized_arrays(
     """Returns the outputs of norms that subtract a mean, such as layer norm.
 
     These are products of a centered array, such as x - mean(x), of the inverse of a
-    statistic, such as 1 / std(x), and of constants. Numbers of a centered array lie
-    around zero, so a constant that is added, such as a bias, cannot cancel all of them.
+    statistic, such as 1 / std(x), and of constants. The numbers of a centered array are
+    spread around zero, so a constant that is added, such as a bias, cannot cancel all
+    of them.
 
     Args:
       program: A program with its calls inlined.
@@ -262,7 +271,7 @@ def _is_centered(
 
 
 def _keeps_groups(eqn: core.JaxprEqn, position: int, group: int) -> bool:
-    """Returns whether a slice keeps the groups of the last axis whole."""
+    """Returns whether result `position` of a slice cuts no group of the last axis."""
     full_size = eqn.invars[0].aval.shape[-1]
     size = eqn.outvars[position].aval.shape[-1]
     if full_size == size:

@@ -33,7 +33,7 @@ _CHANGING = (*_ARRAYS, nnx.Pytree, nnx.Variable, core.Jaxpr, core.ClosedJaxpr)
 class Neutral:
     """A base class of values that do not affect fingerprints.
 
-    All values of one class are equal.
+    All objects of one subclass are equal.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -51,9 +51,9 @@ def fingerprint(*values: Any) -> Hashable | None:
     """Returns a key that is equal for values from which the same programs are traced.
 
     Numbers that are equal and differ in type have different fingerprints. The key of a
-    function has its code, its defaults, and the values of the variables that it closes
-    over and of the globals that it names. Functions among these globals are compared by
-    identity.
+    function contains its code, its defaults, and the values of the variables that it
+    closes over and of the globals that it names. Functions among these globals are
+    compared by identity.
 
     Returns None if a value may contain an array, or anything that cannot be compared.
     """
@@ -126,6 +126,6 @@ def _of_function(fn: types.FunctionType, depth: int) -> Hashable:
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names that code, or a function in it, may look up in its module."""
+    """Returns the global names that a code object, and code inside it, may read."""
     inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
     return *code.co_names, *(name for x in inner for name in _names(x))

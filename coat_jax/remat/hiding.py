@@ -1,8 +1,9 @@
 """Finds the arrays in which large numbers hide others, such as masked scores of -1e9.
 
-A group of an FP8 copy has the scale of its largest number. Next to a number that hides
-others, the group's other numbers would become zero. Such an array has no copy: it is
-computed again from the array before the large numbers, or saved as it is.
+A group of an FP8 copy has the scale of its largest number. If this number is very
+large, it hides the others: they would become zero. Arrays with hidden numbers are not
+copied. They are recomputed from the arrays before the large numbers were added or
+selected, or they are saved unquantized.
 """
 
 import math
@@ -32,10 +33,10 @@ class _Numbers(NamedTuple):
 
     Attributes:
       number: The number that all elements equal, or None.
-      factor: A number if all elements are multiples of it by a mask, such as
-        `(1 - mask) * -1e9`, or None.
-      hiding: The signs of the large numbers among other numbers in the array.
-      is_rare: Whether it is a condition that holds for infinities alone.
+      factor: The number that a mask is multiplied by, if the array is the product of
+        the two, such as `(1 - mask) * -1e9`; or None.
+      hiding: The signs of the large numbers that hide other numbers in the array.
+      is_rare: Whether the array is a condition that is true only for infinities.
     """
 
     number: float | None = None
@@ -54,10 +55,10 @@ class _Numbers(NamedTuple):
 def hiding_arrays(program: core.Jaxpr) -> set[core.Var]:
     """Returns the arrays of a program in which numbers of the program hide others.
 
-    They are selections between an array and a large number, as in
-    `where(mask, x, -1e9)`, sums with such a selection or with a mask times a large
-    number, as in `x + (1 - mask) * -1e9`, and what is computed from them by functions
-    without a bound.
+    These are selections between an array and a large number, such as
+    `where(mask, x, -1e9)`; sums with a selection of this kind, or with a mask times a
+    large number, such as `x + (1 - mask) * -1e9`; and arrays that unbounded functions
+    compute from them.
 
     Args:
       program: A program with its calls inlined.
@@ -81,7 +82,10 @@ def hiding_arrays(program: core.Jaxpr) -> set[core.Var]:
 
 
 def _of_result(eqn: core.JaxprEqn, operands: Sequence[_Numbers]) -> _Numbers:
-    """Returns the large numbers in an operation's results."""
+    """Returns the large numbers in an operation's result.
+
+    `operands` has the large numbers in each operand.
+    """
     name = eqn.primitive.name
     if is_layout(eqn):
         (x,) = operands[:1]

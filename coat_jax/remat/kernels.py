@@ -33,15 +33,15 @@ _PARTS = frozenset({"remat2", "shard_map"})
 
 
 class Kernel(NamedTuple):
-    """The residuals of a kernel's operands and results, if it has a statistic.
+    """The residuals that are operands or results of a kernel with a statistic.
 
     Attributes:
       results: The residuals that follow from results of the kernel.
-      operands: The copied residuals that are operands of the kernel, or from which
-        backward computes operands.
+      operands: The copied residuals that are operands of the kernel, or that the
+        backward pass computes its operands from.
       is_nested: Whether the kernel is within a loop or another operation. In this case
-        `operands` are all copied residuals that backward reads with the statistic, and
-        `results` lack residuals that only matmuls read.
+        `operands` are all copied residuals that the backward pass reads together with
+        the statistic, and `results` leave out the residuals that only matmuls read.
     """
 
     results: frozenset[core.Var]
@@ -67,7 +67,7 @@ def _is_plain_matmul(eqn: core.JaxprEqn) -> bool:
 
 
 class _Origin(NamedTuple):
-    """A result of a kernel, from which an array follows.
+    """The result of a kernel that an array follows from.
 
     Attributes:
       kernel: The kernel, which may be within a loop or another operation.
@@ -83,7 +83,7 @@ class _Origin(NamedTuple):
         return self.result.aval.dtype == jnp.float32 and self.are_few(self.result)
 
     def are_few(self, var: core.Var) -> bool:
-        """Returns whether a variable has as few elements as the kernel's statistics."""
+        """Returns whether a variable is small enough for a statistic of the kernel."""
         return size_of(var.aval) * MIN_STATISTIC <= _largest(self.kernel)
 
 
@@ -95,8 +95,7 @@ class Kernels:
       program: The forward program, with its calls inlined.
       places: The index of each residual.
       makers: The operation that computes each variable.
-      origins: The kernel's result that a variable follows from, for variables that
-        follow from one.
+      origins: The origin of each variable that follows from a kernel's result.
     """
 
     def __init__(self, traced: Linearized, program: core.Jaxpr):
@@ -108,27 +107,27 @@ class Kernels:
 
     @functools.cached_property
     def read_together(self) -> list[frozenset[int]]:
-        """The indices of residuals that kernels read; see `_read_by_kernels`."""
+        """The result of `_read_by_kernels`: indices of residuals for each kernel."""
         return _read_by_kernels(self.traced)
 
     def statistics(self) -> set[core.Var]:
         """Returns the residuals that are statistics of a kernel's operands.
 
-        A statistic is a float32 result of a kernel that has far fewer elements than an
-        operand, and that a kernel of backward reads. Both programs may move its numbers
-        and compute other numbers from them in between.
+        A statistic is a float32 result of a kernel. It has far fewer elements than an
+        operand of this kernel, and a kernel of the backward pass reads it, or numbers
+        that are computed from it.
         """
         few = {v for v, origin in self._in_float32().items() if origin.is_statistic}
         read = frozenset().union(*self.read_together) if few else frozenset()
         return {var for var in few if self.places[var] in read}
 
     def with_statistics(self, copied: Container[core.Var]) -> Iterator[Kernel]:
-        """Yields the kernels that have copied operands, which should be exact.
+        """Yields the kernels with operands that would be copied but should be exact.
 
-        A kernel of backward reads these operands together with a statistic that is not
-        copied. Here a statistic is a float32 result of any size. With a policy,
-        backward may compute operands from other residuals, which then count as
-        operands.
+        A kernel of the backward pass reads these operands together with a statistic
+        that is not copied. Here a statistic is a float32 result of any size. With a
+        policy, the backward pass may compute operands from other residuals, which then
+        count as operands.
 
         Args:
           copied: The residuals that would be saved as FP8 copies.
@@ -154,7 +153,10 @@ class Kernels:
                 yield Kernel(results, operands, is_nested)
 
     def _results(self, kernel: core.JaxprEqn, is_nested: bool) -> frozenset[core.Var]:
-        """Returns the residuals that are results of a kernel."""
+        """Returns the residuals that follow from results of a kernel.
+
+        If the kernel is nested, residuals that only matmuls read are left out.
+        """
         origins = self._of_residuals()
         results = frozenset(v for v, m in origins.items() if m.kernel is kernel)
         if not is_nested:
@@ -169,13 +171,13 @@ class Kernels:
         return {v: self.origins[v] for v in self.places if v in self.origins}
 
     def _in_float32(self) -> dict[core.Var, _Origin]:
-        """Returns the origins of residuals that follow from float32 results."""
+        """Returns the origins of residuals that follow from float32 kernel results."""
         origins = self._of_residuals()
         return {v: m for v, m in origins.items() if m.result.aval.dtype == jnp.float32}
 
     @functools.cached_property
     def _by_unmarked(self) -> dict[core.Var, set[core.Var]]:
-        """The residuals that are a given variable, or follow from it by marks alone.
+        """A map from a variable to the residuals that equal it but for marks.
 
         Marks are operations such as names: an `fp8_remat` within another `fp8_remat`
         gives a name to each array that it saves.
@@ -253,9 +255,9 @@ def _is_one(eqn: core.JaxprEqn) -> bool:
 def _needs_exact(kernel: core.JaxprEqn) -> bool:
     """Returns whether a kernel's operands must be exact if its statistics are.
 
-    Kernels of other libraries and attention need exact operands. Our other kernels
-    quantize or normalize rows: copies fit the statistics of the exact array as well as
-    they fit their own.
+    Kernels of other libraries and attention need exact operands. The other kernels of
+    `pallas_kernels` quantize or normalize rows. A statistic that they compute from
+    exact rows also fits FP8 copies of the rows.
     """
     return placement.operation_of(kernel.params) in (None, "attention")
 
@@ -280,12 +282,12 @@ def _inner(
 
 
 def _at(operand: Any, known: Mapping[core.Var, Any]) -> Any:
-    """Returns what is known of an operand, or None; literals are not hashable."""
+    """Returns the entry of an operand in `known`, or None; literals have no entry."""
     return known.get(operand) if isinstance(operand, core.Var) else None
 
 
 def _read_by_kernels(traced: Linearized) -> list[frozenset[int]]:
-    """Returns, for each kernel of backward, the residuals that its operands come from.
+    """Returns, for each backward kernel, the residuals that its operands come from.
 
     Residuals are given by their indices. Operands that depend on cotangents do not
     count.
@@ -300,7 +302,8 @@ def _reads(
 ) -> Iterator[frozenset[int]]:
     """Yields the residuals that the operands of each kernel come from.
 
-    `sources` has the residuals that the program's inputs come from.
+    Residuals are given by their indices. `sources` has the residuals that each input of
+    the program comes from.
     """
     sources |= dict.fromkeys(program.constvars, frozenset())
     for eqn in program.eqns:

@@ -53,7 +53,7 @@ class Held:
       dtype: The dtype.
       nbytes: The size in bytes; 0 for arguments, which are not counted.
       role: What the array is for in a step, such as "saved" for the backward pass.
-      index: The index among all gradients, for outputs.
+      index: The index of an output among all gradients; None for other arrays.
     """
 
     shape: tuple[int, ...]
@@ -219,7 +219,7 @@ class _Program:
         return self.values[var]
 
     def written(self, var: Any) -> Held:
-        """Returns the array of a value, and writes it first if it has none yet."""
+        """Returns the array of a variable; adds a step that writes it if needed."""
         value = self.value(var)
         if value.held is None:
             value.held = _held(value.aval, _role(value.reads))
@@ -266,13 +266,13 @@ class _Program:
         self._keep_products(eqn.outvars)
 
     def _keep_products(self, variables: Sequence[core.Var]) -> None:
-        """Discards results of matmuls that have more than one reader."""
+        """Forgets the matmul results among `variables` that have several readers."""
         for var in variables:
             if self._readers.get(var, 0) > 1 and var in self.values:
                 self._products.discard(self.values[var].held)
 
     def _rounds_a_product(self, eqn: core.JaxprEqn) -> bool:
-        """Returns whether an operation alone reads a matmul's result, and rounds it."""
+        """Returns whether an operation rounds a matmul's result and alone reads it."""
         if eqn.primitive.name != "convert_element_type":
             return False
         is_product = self.value(eqn.invars[0]).held in self._products
@@ -347,7 +347,7 @@ class _Program:
         """Returns the arrays that exist at the start, and then during each step.
 
         Args:
-          ends: The results, which exist to the end.
+          ends: The results, which exist until the end.
           start: Arrays that exist at the start.
         """
         last: dict[Held, int] = {}
@@ -367,7 +367,10 @@ class _Program:
 
 
 def _replaced(step: _Step, dying: Sequence[Held]) -> set[Held]:
-    """Returns the arrays that a step reads for the last time and overwrites."""
+    """Returns the arrays among `dying` that a step overwrites with its results.
+
+    `dying` are the arrays that the step reads and no later step reads.
+    """
     replaced: set[Held] = set()
     for array in step.in_place:
         fitting = (h for h in dying if h.nbytes == array.nbytes and h not in replaced)
@@ -382,7 +385,7 @@ def _role(reads: Iterable[Held]) -> Role:
 
 
 def _inlined(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Returns the program of an operation that only calls it, such as jit."""
+    """Returns the program of an operation that only calls it, such as jit, or None."""
     bodies = [] if kind_of(eqn) is Kind.WRITE else bodies_of(eqn)
     fits = [
         body

@@ -12,9 +12,9 @@ from pallas_kernels import versions
 def equal_stacks(program: core.Jaxpr) -> Names:
     """Returns a map from each repeated result of a loop to the first equal result.
 
-    A loop has equal results if it stacks an array, and stacks the array with a mark,
-    such as a name or a sharding constraint, again. JAX saves both stacks if operations
-    of the backward pass read both.
+    A loop has equal results if it stacks an array twice, with and without a mark, such
+    as a name or a sharding constraint. JAX saves both stacks if operations of the
+    backward pass read both.
     """
     names: Names = {}
     for eqn in program.eqns:
@@ -41,7 +41,7 @@ def _equal_results(loop: core.JaxprEqn) -> Names:
 
 
 def _unmarked(array: Operand, makers: Mapping[core.Var, core.JaxprEqn]) -> Operand:
-    """Returns the operand that marks of an array, such as names, were applied to."""
+    """Returns an array as it was before marks, such as names, were applied to it."""
     while isinstance(array, core.Var):
         eqn = makers.get(array)
         if eqn is None or kind_of(eqn) is not Kind.MARK:

@@ -1,4 +1,4 @@
-"""`fp8_remat` of functions of Flax objects, and of Linen and NNX modules."""
+"""Applies `fp8_remat` to Linen and NNX modules, and to functions of Flax objects."""
 
 import dataclasses
 import types
@@ -43,8 +43,9 @@ def nnx_class(
     Args:
       cls: The class.
       options: The options of `fp8_remat`.
-      wrap: The function that wraps all methods that users may call. By default only
-        `__call__` is wrapped, by `over_nodes`.
+      wrap: A function of the class and a method's name that returns the wrapped method,
+        for all methods that users may call. By default only `__call__` is wrapped, by
+        `over_nodes`.
 
     Raises:
       TypeError: If `wrap` is None and the class has no `__call__`.
@@ -71,19 +72,23 @@ def nnx_class(
 def _unpickled(
     cls: type[nnx.Pytree], options: Options, wrap: Wrap | None, state: dict[str, Any]
 ) -> nnx.Pytree:
-    """Makes a module from its pickled `state`; its class cannot be found by name."""
+    """Returns a module with the pickled attributes `state`.
+
+    Its class is made again, because pickle cannot find the class by its name.
+    """
     module = object.__new__(nnx_class(cls, options, wrap))
     module.__setstate__(state)
     return module
 
 
 def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
-    """Applies `fp8_remat` to a function that may change NNX objects it is called with.
+    """Returns `fn` with FP8 residuals; `fn` may change NNX objects among its arguments.
 
-    The variables of the objects are parameters. Changes to the objects are written back
-    to the caller's objects: values, new variables and static attributes, but not values
-    of `nnx.Param` variables. The object of a bound method, and arguments that
-    `functools.partial` has bound, count as arguments if one is a Flax object.
+    The positional arguments `argnums` are parameters, and so are the variables of NNX
+    objects. Changes to the objects are written back to the caller's objects: values,
+    new variables and static attributes, but not values of `nnx.Param` variables. The
+    object of a bound method, and arguments that `functools.partial` has bound, count as
+    arguments if any of them is a Flax object.
     """
     function, bound, keywords = unbound(fn)
     if any(map(_is_flax, jax.tree.leaves((bound, keywords), is_leaf=_is_flax))):
@@ -156,7 +161,11 @@ def _updating(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls a function with FP8 residuals, and updates NNX objects among arguments."""
+    """Calls a function with FP8 residuals, and updates NNX objects among its arguments.
+
+    Returns:
+      The result of the function.
+    """
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = [x for x in leaves if is_node(x)]
     other_leaves = [x for x in leaves if not is_node(x)]
@@ -195,7 +204,7 @@ class _Paths:
         self._others = [p for p, node in zip(paths, nodes, strict=True) if not node]
 
     def positions(self, argnums: Collection[int]) -> list[int]:
-        """Returns the positions in `_pure` of leaves of the user's `argnums`."""
+        """Returns which arguments of `_pure` are leaves of the user's `argnums`."""
         return [
             position + 2
             for position, (group, argument, *_) in enumerate(self._others)
@@ -210,7 +219,13 @@ class _Paths:
 
 
 def _pure(structure: _Arguments, params: Any, state: Any, *leaves: Any) -> Any:
-    """Calls a function of NNX objects; also returns what it has changed in them."""
+    """Calls a function of NNX objects, and returns the changes to the objects.
+
+    Returns:
+      The function's result; the objects' structure after the call, or None if it is
+      unchanged; and the new values of variables. Values of `nnx.Param` variables are
+      returned only for new variables, and then in a state of their own.
+    """
     with nnx.merge_context(_CONTEXT, inner=True) as context:
         inner = context.merge(structure.graph, params, state)
     before_graph = nnx.graphdef(inner)
@@ -260,7 +275,7 @@ def is_node(x: Any) -> bool:
 
 
 def linen_method(fn: Callable, options: Options) -> Callable:
-    """Applies `fp8_remat` to a function of a bound module and other arguments."""
+    """Returns `fn`, a function of a bound Linen module, with FP8 residuals."""
     return nn.transforms.lift_transform(_lifted, fn, options=options)
 
 
@@ -303,9 +318,10 @@ def _lifted_call(module: nn.Module, options: Options) -> Callable:
 
 
 def _lifted(fn: Callable, *, options: Options) -> Callable:
-    """Applies `fp8_remat` to a function of a Linen scope, with variables as parameters.
+    """Returns `fn`, a function of a Linen scope, with FP8 residuals.
 
-    Calls that create parameters run `fn` unwrapped.
+    The variables of the scope are parameters. Calls that create parameters run `fn`
+    unwrapped.
     """
 
     def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Notes on saved arrays, which `fp8_remat` leaves in name scopes of the program."""
+"""Notes that `fp8_remat` leaves on saved arrays, in name scopes of the program."""
 
 import contextlib
 import re
@@ -30,6 +30,6 @@ class Note(NamedTuple):
 
     @classmethod
     def within(cls, name_stack: str) -> "Note | None":
-        """Returns the innermost note in an operation's name stack, if there is one."""
+        """Returns the innermost note in an operation's name stack, or None."""
         notes = _SCOPE.findall(name_stack)
         return cls(*notes[-1]) if notes else None

@@ -20,7 +20,7 @@ Rewrite = Callable[[core.Jaxpr, list[Any], list[bool]], core.Jaxpr]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `fp8_remat`, which documents them."""
+    """The options of `fp8_remat`, which documents them, and rewrites of the program."""
 
     format: Format
     group: int

@@ -1,4 +1,4 @@
-"""Functions that are traced once, and are one call in each program that calls them."""
+"""Makes functions that are traced once, and are one call in programs that use them."""
 
 import dataclasses
 import functools
@@ -20,9 +20,9 @@ def outlined(fn: Callable) -> Callable:
     """Wraps `fn` so that it is traced once for each combination of argument types.
 
     In a program the wrapped function is one jitted call. The call returns neither its
-    arguments nor the same result twice, because a loop would stack such results once
-    more. If no argument is traced into a program, `fn` is called directly. `fn` must
-    close over no tracers.
+    arguments nor the same result twice, because a loop would stack these results again.
+    If no argument is traced into a program, `fn` is called directly. `fn` must close
+    over no tracers.
     """
     called, jitted = functools.lru_cache(maxsize=KEPT)(_called), jax.jit(fn)
 
@@ -40,7 +40,10 @@ def outlined(fn: Callable) -> Callable:
 
 
 def _called(jaxpr: core.ClosedJaxpr, name: str) -> Callable[[Sequence[Any]], list[Any]]:
-    """Returns a function that calls a program and returns its results."""
+    """Returns a function of a program's arguments that returns its results.
+
+    The program runs in one jitted call of the given name.
+    """
     program = jaxpr.jaxpr
     inputs = {*program.invars, *program.constvars}
     computed = dict.fromkeys(
@@ -75,7 +78,7 @@ def _called(jaxpr: core.ClosedJaxpr, name: str) -> Callable[[Sequence[Any]], lis
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class AxisEnv:
-    """The named axes, as of `jax.vmap`, within which a function is differentiated.
+    """The named axes, such as an axis of `jax.vmap`, around a differentiated function.
 
     JAX runs the backward pass of a custom derivative under `jax.vmap` outside of the
     axis, where a trace of a collective would not find its name.
@@ -92,7 +95,7 @@ class AxisEnv:
         return cls(tuple(versions.axis_sizes().items()))
 
     def call[Result](self, fn: Callable[..., Result], *args: Any) -> Result:
-        """Returns `fn(*args)`, called within those axes that have no name here."""
+        """Returns `fn(*args)`, called within the axes that the caller lacks."""
         bound = versions.axis_sizes()
         missing = [(name, size) for name, size in self.sizes if name not in bound]
         with versions.within_axes(missing):

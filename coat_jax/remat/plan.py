@@ -41,7 +41,7 @@ _OF_KERNEL = "float32 statistics of a kernel"
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A way to save a residual: as an FP8 copy.
+    """The decision to save a residual as an FP8 copy.
 
     Attributes:
       granularity: The groups that share a scale.
@@ -65,7 +65,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class Wide:
-    """A way to save a residual: unquantized.
+    """The decision to save a residual unquantized.
 
     Attributes:
       reason: Why the residual is not quantized.
@@ -83,7 +83,7 @@ class Extra:
 
     Attributes:
       var: The variable of the forward program.
-      copy: The copy of the array.
+      copy: The way in which the array is copied.
       index: The index of one of the residuals that follow from it.
     """
 
@@ -99,12 +99,12 @@ class Plan:
 
     Attributes:
       kept: One entry per residual: the index in `needed` of the constant or argument
-        that the residual is, "recompute" if backward computes it, `Wide` if it is saved
-        unquantized, or `Copy` if it is saved as an FP8 copy.
+        that the residual is, "recompute" if the backward pass computes it, `Wide` if it
+        is saved unquantized, or `Copy` if it is saved as an FP8 copy.
       extras: The arrays that are saved in addition to residuals.
-      needed: Whether the backward pass reads each constant of the forward program and
-        then each argument. Needed arrays are kept by reference and take no memory of
-        their own.
+      needed: For each constant of the forward program, and then for each argument,
+        whether the backward pass reads it. Needed arrays are kept by reference and take
+        no memory of their own.
       recompute: The function that takes the constants and arguments (None if not
         needed) and the saved arrays, residuals before extras. It returns the residuals
         that `kept` marks as "recompute".
@@ -230,7 +230,8 @@ def _derive(
 ) -> list[Extra]:
     """Changes `ways` to "recompute" for residuals that follow from saved arrays.
 
-    Returns the extras, which are further arrays to save, and which `may_copy` accepts.
+    Returns the further arrays to save as copies. `may_copy` tells which arrays can be
+    copied.
     """
     wide = {
         i
@@ -296,11 +297,11 @@ def _offloaded(
 
 
 def _statistics(program: core.Jaxpr) -> set[core.Var]:
-    """Returns statistics: results of reductions of long rows, and what follows.
+    """Returns the results of reductions of long rows, and arrays computed from them.
 
     An example is the mean of a token in LayerNorm. An array that is computed from
-    statistics is one, too, if it has no more elements. An error of one element is an
-    error of the element's whole row.
+    statistics also counts as one if it has no more elements than they have. An error of
+    one element is an error of the element's whole row.
     """
     sizes: dict[core.Var, int] = {}
     for eqn in program.eqns:

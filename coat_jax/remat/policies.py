@@ -1,4 +1,4 @@
-"""Policies of `jax.checkpoint`, which select the arrays to save for backward."""
+"""Policies of `jax.checkpoint`, which select the arrays to save as residuals."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -67,7 +67,11 @@ def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> 
 def linearize_by_policy(
     fn: Callable, *args: Any, constants: int, policy: Policy
 ) -> Linearized:
-    """Traces `jax.vjp` of `fn` under `jax.checkpoint`, as `linearize` does."""
+    """Traces `jax.vjp` of `fn` under `jax.checkpoint`, as `linearize` does.
+
+    The first `constants` arguments are not differentiated. `policy` selects the arrays
+    to save.
+    """
 
     def linearized(policy: Policy) -> Linearized:
         # Recomputation reads FP8 copies, or arrays that passed an optimization barrier.
@@ -100,7 +104,7 @@ def with_maxima_saved(program: core.Jaxpr) -> core.Jaxpr:
 
 
 def _in_bodies(value: Any) -> Any:
-    """Applies `with_maxima_saved` to the programs of an operation's parameter."""
+    """Returns `value` with `with_maxima_saved` applied to the programs in it."""
     if isinstance(value, core.ClosedJaxpr):
         program = with_maxima_saved(value.jaxpr)
         is_same = program is value.jaxpr
@@ -193,7 +197,7 @@ def _are_rows(types: Sequence[Any]) -> bool:
 
 
 def _offloads_in_bodies(policy: Policy, program: core.Jaxpr) -> bool:
-    """Returns whether a policy offloads an array within an operation, as in a loop."""
+    """Returns whether a policy offloads an array within a loop or a branch."""
     return any(
         offloads(policy, eqn) or _offloads_in_bodies(policy, body)
         for outer in program.eqns

@@ -1,4 +1,4 @@
-"""`fp8_remat` of callable pytrees, such as Equinox modules and Flax dataclasses."""
+"""Applies `fp8_remat` to callable pytrees, such as Equinox modules."""
 
 from functools import partial, wraps
 from typing import Any
@@ -20,19 +20,19 @@ from coat_jax.remat.vjp import is_array
 
 
 def is_pytree_module(x: Any) -> bool:
-    """Returns whether an object is a callable pytree with arrays, and not from Flax."""
+    """Returns whether an object is a callable pytree with arrays, not from Flax."""
     if isinstance(x, type | nnx.Pytree | nn.Module) or not callable(x):
         return False
     return is_pytree(x) and has_arrays(x)
 
 
 def has_arrays(x: Any) -> bool:
-    """Returns whether a pytree has arrays, or types of arrays, as leaves."""
+    """Returns whether any leaf of a pytree is an array or a `jax.ShapeDtypeStruct`."""
     return any(map(has_shape, jax.tree.leaves(x)))
 
 
 def has_shape(x: Any) -> bool:
-    """Returns whether an object is an array or the type of one."""
+    """Returns whether an object is an array or a `jax.ShapeDtypeStruct`."""
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
@@ -49,8 +49,9 @@ def pytree_module(module: Any, options: Options, wrap: Wrap | None = None) -> An
     Args:
       module: A callable pytree with arrays.
       options: The options of `fp8_remat`.
-      wrap: The function that wraps all methods that users may call. By default only
-        `__call__` is wrapped, by `over_nodes`.
+      wrap: A function of the class and a method's name that returns the wrapped method,
+        for all methods that users may call. By default only `__call__` is wrapped, by
+        `over_nodes`.
 
     Raises:
       TypeError: If an object of a subclass cannot be made.
@@ -75,7 +76,7 @@ def pytree_module(module: Any, options: Options, wrap: Wrap | None = None) -> An
 
 
 def _partial(module: jax.tree_util.Partial, options: Options) -> jax.tree_util.Partial:
-    """Applies `fp8_remat` to a `Partial`; all bound arguments are parameters."""
+    """Returns a `Partial` with FP8 residuals; all bound arguments are parameters."""
     fn = module.func
 
     @wraps(fn)
@@ -99,7 +100,10 @@ def _subclass(cls: type, options: Options, wrap: Wrap | None) -> type:
 def _unpickled(
     cls: type, options: Options, wrap: Wrap | None, attributes: dict[str, Any]
 ) -> Any:
-    """Makes a module from its pickled attributes; its class cannot be found by name."""
+    """Returns a module with these pickled attributes.
+
+    Its class is made again, because pickle cannot find the class by its name.
+    """
     return pytree_module(_new(cls, attributes), options, wrap)
 
 

@@ -31,7 +31,7 @@ class Derivation:
     """The arrays of a program that follow from its saved arrays.
 
     Attributes:
-      hiding: The arrays in which large numbers hide others, of which no copy is made.
+      hiding: The arrays in which large numbers hide others. They are not copied.
       known: The arrays that follow. The entry of an array says, for example, how many
         operations compute it, and from which copies.
     """
@@ -68,7 +68,7 @@ class Derivation:
         self.hiding = hiding_arrays(program)
 
     def _constant(self, eqn: core.JaxprEqn) -> Known:
-        """Describes the results of an operation on constants."""
+        """Returns the entry for `known` of an operation on constants."""
         if is_layout(eqn):
             operand = self._operand(eqn.invars[0], {})
             if operand.number is not None:
@@ -78,8 +78,8 @@ class Derivation:
     def keep(self, arrays: Iterable[core.Var]) -> set[core.Var]:
         """Adds arrays that are kept unquantized, and the arrays that follow.
 
-        Returns the arrays that must be saved. An array need not be saved if it is only
-        another saved array, moved or converted.
+        Returns the arrays that must be saved. An array need not be saved if moving or
+        converting another saved array gives it.
         """
         saved = set()
         for var in sorted(arrays, key=self._order.__getitem__):
@@ -92,7 +92,7 @@ class Derivation:
         return saved
 
     def compute(self, var: core.Var, copies: frozenset[core.Var]) -> None:
-        """Adds `var`, computed from `copies` by a kernel, and what follows from it."""
+        """Adds `var`, which a kernel computes from `copies`, and what follows."""
         self.known |= self._following(var, Known(0, False, copies))
 
     def copy(
@@ -131,10 +131,16 @@ class Derivation:
     def _use(
         self, missing: Iterable[core.Var], candidate: tuple[core.Var, dict]
     ) -> tuple[int, int, bool]:
-        """Returns a rating of a candidate for a copy; the largest one is the best.
+        """Returns a rating of a candidate for a copy, which is larger for better ones.
 
-        The rating has the number of elements that need not be saved, the number of
-        arrays that the copy replaces, and whether they are precise.
+        Args:
+          missing: The arrays that do not follow from saved arrays yet.
+          candidate: An array, and all arrays that follow from a copy of it.
+
+        Returns:
+          The number of elements that need not be saved if the copy is, the number of
+          arrays in `missing` that follow from the copy, and whether it is precise
+          enough for all of these.
         """
         source, following = candidate
         sizes = [size_of(var.aval) for var in missing if var in following]

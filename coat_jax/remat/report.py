@@ -71,7 +71,8 @@ def residual_report(
 
     `fn` is traced and nothing is computed. An array that is saved twice is listed once.
     Arrays that an `fp8_remat` inside `fn` saves have a note: their format, or why they
-    are unquantized. Arguments of the wrapped function have a note only if copied.
+    are unquantized. Arguments of the wrapped function have a note only if they are
+    copied.
 
     Args:
       fn: The function that is differentiated, such as a loss or a layer.
@@ -179,7 +180,10 @@ def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryRe
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Returns the bytes on the device of a compiled program and its arguments."""
+    """Returns the bytes on the device that a compiled program takes at its peak.
+
+    Its arguments and results are included.
+    """
     stats = compiled.memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes
     return total + stats.temp_size_in_bytes - stats.alias_size_in_bytes

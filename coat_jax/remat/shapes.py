@@ -49,10 +49,11 @@ def _is_short(aval: jax.core.ShapedArray) -> bool:
 
 
 def merged_axes(aval: jax.core.ShapedArray) -> tuple[int, ...]:
-    """Returns the lengths of the last axes that a copy merges, or ().
+    """Returns the lengths of the last axes that a copy merges, or () if it merges none.
 
-    For example, attention's probabilities [batch, queries, keys, heads] then take as
-    many bytes as in the order [batch, heads, queries, keys].
+    Axes are merged if the last axis is too short for groups. A copy of attention's
+    probabilities [batch, queries, keys, heads] then takes as many bytes as a copy in
+    the order [batch, heads, queries, keys].
     """
     *leading, last = aval.shape
     if last == 1 or not _is_short(aval):

@@ -1,7 +1,7 @@
 """Applies `fp8_remat` within each `shard_map` of a function.
 
 JAX differentiates a `shard_map` as one operation, which saves whatever the program
-within it saves. So this program, which runs on a device's shards, gets a backward pass
+within it saves. This program runs on a device's shards. Here it gets a backward pass
 that reads FP8 residuals. The function around the `shard_map` saves these residuals as
 they are.
 """
@@ -22,10 +22,10 @@ from coat_jax.remat.vjp import fp8_function
 def with_shard_maps(options: Options) -> Options:
     """Returns options that apply within each `shard_map` of a function, too.
 
-    The options are returned unchanged if they have a key for stochastic rounding,
-    because all devices would draw the same random bits, or `where`, which selects whole
-    arrays and not shards. They are unchanged with a policy of `jax.checkpoint`, too,
-    because it is asked about operations within a `shard_map` anyway.
+    The options are returned unchanged in three cases. With a key for stochastic
+    rounding, all devices would draw the same random bits. The option `where` selects
+    full arrays, not shards. A policy of `jax.checkpoint` is asked about operations
+    within a `shard_map` anyway.
     """
     if any(x is not None for x in (options.key, options.where, options.policy)):
         return options
@@ -61,7 +61,7 @@ class _WithinShardMaps:
     def _anew(
         self, eqn: core.JaxprEqn, fixed: Collection[core.Var]
     ) -> list[core.JaxprEqn]:
-        """Returns a `shard_map` of the same program, with FP8 residuals within.
+        """Returns the operations of an equal `shard_map` that saves FP8 residuals.
 
         Args:
           eqn: The `shard_map`.

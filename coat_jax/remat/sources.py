@@ -63,7 +63,8 @@ def follows_cheaply(
     """Returns whether a program reads only given inputs and does no costly work.
 
     Args:
-      restricted: The program, with whether it uses each input, as from `restricted`.
+      restricted: A program, and whether it uses each input, as the function
+        `restricted` returns them.
       is_given: True for each input that is given.
     """
     program, used = restricted
@@ -74,7 +75,7 @@ def follows_cheaply(
 def masks(
     program: core.Jaxpr, residuals: Sequence[Any], is_param: Sequence[bool]
 ) -> set[int]:
-    """Returns the indices of integer residuals that backward computes again.
+    """Returns the indices of integer residuals that the backward pass recomputes.
 
     These are arrays of integers or booleans, such as masks. Cheap operations,
     reductions and `iota` compute them from integer arguments and parameters. The
@@ -83,7 +84,7 @@ def masks(
 
     Args:
       program: The forward program.
-      residuals: The residuals, which it computes.
+      residuals: The residuals, which the program computes.
       is_param: True for each input that is a parameter.
     """
     integers = {v for v in program.invars if is_integer(v.aval)}

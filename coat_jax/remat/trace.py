@@ -1,4 +1,4 @@
-"""Traces `jax.vjp`: the arrays it saves and the backward operations that read them."""
+"""Traces `jax.vjp`, to find the arrays it saves and the operations that read them."""
 
 import contextlib
 import dataclasses
@@ -149,7 +149,7 @@ class Linearized:
         return None
 
     def describe(self, index: int) -> Residual:
-        """Returns residual `index` as reports list it."""
+        """Returns the entry of residual `index` in reports."""
         aval = self.residuals[index].aval
         note = self.note(index)
         names = (
@@ -177,7 +177,7 @@ class Linearized:
         )
 
     def source_dtype(self, var: core.Var) -> jnp.dtype:
-        """Returns the dtype of `var` before a cast from bfloat16, if there was one."""
+        """Returns bfloat16 if `var` was cast from it, or else the dtype of `var`."""
         for eqn in _producers(self.forward.jaxpr, var):
             dtype = eqn.invars[0].aval.dtype if eqn.invars else None
             if eqn.primitive.name == "convert_element_type" and dtype == jnp.bfloat16:
@@ -187,7 +187,7 @@ class Linearized:
         return var.aval.dtype
 
     def feeds_exponential(self, index: int) -> bool:
-        """Returns whether backward takes the exponential of residual `index`.
+        """Returns whether the backward pass takes the exponential of residual `index`.
 
         The exponential of a difference with the residual counts, too.
         """
@@ -247,7 +247,8 @@ def linearize(fn: Callable, *args: Any, constants: int = 0) -> Linearized:
 def forward_backward(fn: Callable) -> Callable:
     """Returns a function of the same arguments that returns results and gradients.
 
-    Gradients are of the sum of all floating results, for each floating argument.
+    The gradients of the sum of all floating results are taken with respect to each
+    floating argument.
     """
 
     def run(*args):
@@ -330,9 +331,10 @@ def _readers(
 ) -> Generator[_Read, None, set[int]]:
     """Yields the operations that read `var`.
 
-    Operations inside jit, scan, cond and checkpoint are included. The generator's
-    return value is the indices of the outputs of `jaxpr` that are `var`, moved or
-    converted.
+    Operations inside jit, scan, cond and checkpoint are included. The readers of an
+    operation's results take the place of an operation that `through` accepts. The
+    generator's return value is the indices of the outputs of `jaxpr` that are `var`,
+    moved or converted.
     """
     outputs = {i for i, out in enumerate(jaxpr.outvars) if out is var}
     for eqn in jaxpr.eqns:

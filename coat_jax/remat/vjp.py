@@ -43,10 +43,14 @@ def fp8_function(
     options: Options,
     path_of: Callable[[Path], Path] | None = None,
 ) -> Callable:
-    """Applies `fp8_remat` to a function; arguments that are not arrays are static.
+    """Returns `fn` with a backward pass that reads FP8 residuals.
 
-    `path_of` returns the path that rewrites see for a path in the arguments of `fn`.
-    By default both are the same.
+    Args:
+      fn: A function. Arguments that are not arrays are static.
+      argnums: The positions of the arguments that are parameters.
+      options: The options of `fp8_remat`.
+      path_of: A function from a path in the arguments of `fn` to the path that rewrites
+        see. By default both are the same.
     """
     # The key is an argument: functions that JAX keeps must not hold its tracer.
     keyless = dataclasses.replace(options, key=None)
@@ -85,7 +89,8 @@ class _Call:
       is_array: Whether each leaf of `arguments` is an array.
       static: The leaves that are not arrays.
       params: The positions of the arguments that are parameters.
-      path_of: A function from a path in `arguments` to the path that a rewrite sees.
+      path_of: A function from a path in `arguments` to the path that a rewrite sees;
+        None if both are the same.
     """
 
     fn: Callable
@@ -235,7 +240,7 @@ def _examples(x: Any) -> int:
 
 
 def _warn_of_examples(args: Sequence[Any], saved: Sequence[Any], planned: Plan) -> None:
-    """Warns if `jax.vmap` makes large what is too small for copies in one example."""
+    """Warns if `jax.vmap` maps over many arrays that are too small for copies."""
     examples = max(map(_examples, args), default=1)
     ways = zip(planned.kept, saved, strict=False)
     small = [x for way, x in ways if isinstance(way, Wide) and way.reason == TOO_SMALL]
@@ -264,11 +269,18 @@ def _with_fp8_residuals(
     constants: int,
     outline: Callable[[Callable], Callable],
 ) -> Callable:
-    """Returns `fn`, which returns a list of arrays, with FP8 residuals.
+    """Returns a function that computes `fn`, with FP8 residuals.
 
-    The first argument of the result is the key of stochastic rounding, or None. The
-    arguments of `fn` follow; the first `constants` of them have no gradients. `outline`
-    wraps the functions of the forward and the backward pass.
+    The first argument of the returned function is the key of stochastic rounding, or
+    None. The arguments of `fn` follow.
+
+    Args:
+      fn: A function that returns a list of arrays.
+      is_param: True for each argument of `fn` that is a parameter.
+      options: The options of `fp8_remat`, without a key.
+      constants: The number of first arguments of `fn` that have no gradients.
+      outline: A wrapper of the functions that compute the forward and the backward
+        pass.
     """
 
     def linearized(args):
@@ -376,7 +388,9 @@ def _save(
 ) -> Any:
     """Returns what is saved for `x`, which is residual `index` or an extra for it.
 
-    `number` differs for every saved array, so that each has its own random bits.
+    It is a `QuantizedArray` or an array, or None if nothing is saved. `choice` is the
+    entry of the residual in `Plan.kept`, or the copy of the extra. `number` differs for
+    every saved array, so that each has its own random bits.
     """
     if isinstance(choice, Copy):
         if key is not None:
@@ -419,15 +433,15 @@ def _placed(x: jax.Array, way: Copy | Wide) -> jax.Array:
 
 
 def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
-    """Makes `saved` available only after `cotangents`, by an optimization barrier.
+    """Returns both trees, with `saved` only available once `cotangents` are.
 
-    Without the barrier XLA may dequantize the copies of all layers before backward
-    starts.
+    Without the optimization barrier XLA may dequantize the copies of all layers before
+    the backward pass starts.
     """
     leaves, tree = jax.tree.flatten((saved, cotangents))
     return jax.tree.unflatten(tree, lax.optimization_barrier(leaves))
 
 
 def _with_bits(q: QuantizedArray) -> QuantizedArray:
-    """Returns `q` with its scales bitcast to integers, or integers to scales."""
+    """Returns `q` with its scales bitcast to integers, or bitcast back to scales."""
     return dataclasses.replace(q, scale=scales_as_bits(q.scale))

@@ -1,4 +1,4 @@
-"""The experts of a layer, composed of functions that JAX differentiates."""
+"""Computes the experts of a layer with functions that JAX differentiates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ def experts_sum(
     Args:
       params: The parameters; see `Recipe.experts`.
       h: The norm's output.
-      product: The matmul of rows by expert.
+      product: The matmul of rows and the weights of their experts.
       gated: A function of gate and up [rows, 2, f] and the weights of rows [rows, 1],
         which returns the operand [rows, f] of `down`.
       experts: The experts.
@@ -61,11 +61,12 @@ def weighted_gate(
     gate_up: Float[Array, "rows 2 f"],
     weights: Float[Array, "rows 1"],
 ) -> Float[Array, "rows f"]:
-    """Computes `activation(gate) * up * weights`, rounded to the dtype of `gate_up`.
+    """Computes `gate(g, u) * weights`, rounded to the dtype of `gate_up`.
 
-    Experts are weighted before their last matmul, so that its results, with a row of
-    the residual stream's size for each choice, need not be saved for the gradients of
-    these weights.
+    g and u are the two halves of `gate_up`, and `gate` multiplies the activation of g
+    by u. Experts are weighted before their last matmul. Its results have a row of the
+    residual stream's size for each choice, and with this order they need not be saved
+    for the gradients of the weights.
     """
     a = gate(gate_up[:, 0], gate_up[:, 1])
     return _weighted(a, weights)

@@ -1,17 +1,17 @@
 """The experts of a layer in the FP8 flow, with one derivative rule.
 
-Forward quantizes the norm's output once, with a scale per token, and gathers codes into
-the order of experts. For backward it saves FP8 copies, in groups of 16, of the layer's
-input and of gate and up, and the routing: experts, logits and order of the rows. All
-other arrays are recomputed. The matmuls of weight gradients read transposed codes, in
-which the columns of every expert begin at a multiple of 128.
+The forward pass quantizes the norm's output once, with a scale per token, and gathers
+codes into the order of experts. It saves FP8 copies, in groups of 16, of the layer's
+input and of gate and up, and the routing: the experts, the logits and the order of the
+rows. The backward pass recomputes all other arrays. The matmuls of weight gradients
+read transposed codes, in which the columns of every expert begin at a multiple of 128.
 
-The router's weight of a choice multiplies the input of `down`, not the output. So the
-weight is a factor of a row's scale in forward, and its gradient is the sum of the
-gate's output times the gradient of that output: the outputs of experts are not saved.
-In backward, arrays that are multiplied by these weights have one scale for all experts
-and a power of two for each expert, so that gradients of an expert with small weights do
-not underflow.
+The router's weight of a choice multiplies the input of `down`, not the output. In the
+forward pass the weight is a factor of a row's scale. Its gradient is the sum of the
+gate's output times the gradient of this output, so the outputs of experts are not
+saved. In the backward pass, arrays that are multiplied by these weights have one scale
+for all experts and a power of two for each expert, so that gradients of an expert with
+small weights do not underflow.
 """
 
 from functools import partial
@@ -61,12 +61,16 @@ def experts_mlp(
     experts: Experts,
     axis: ExpertAxis,
 ) -> tuple[Stream, Shares]:
-    """Computes `x` plus the weighted sum of each token's experts; see `Experts`.
+    """Adds the weighted sum of each token's experts to the stream; see `Experts`.
 
-    An expert is a gated MLP of `norm(x)`. `params` holds `norm` [h] or None, `router`
-    [e, h], `router_bias` [e] or None, `gate_up` [g, 2, f, h] and `down` [g, h, f], of e
-    experts to choose from and g - e shared ones. `axis` says whether a mesh axis splits
-    the experts.
+    An expert is a gated MLP of `norm(x)` with the activation `gate`, where x is the
+    array of `stream`. `params` holds `norm` [h] or None, `router` [e, h], `router_bias`
+    [e] or None, `gate_up` [g, 2, f, h] and `down` [g, h, f]. There are e experts to
+    choose from, and g - e shared experts. `axis` says whether a mesh axis splits the
+    experts.
+
+    Returns:
+      The residual stream, and how tokens are spread over experts.
     """
 
     def segment(params, stream):
@@ -98,10 +102,10 @@ def _forward(params, stream, norm, gate, experts, axis):
 def _shard(norm, gate, experts, axis_name, params, x):
     """Computes a layer of experts on one shard of the tokens, x [b, s, h].
 
-    The weights of experts among `params` are `WeightOfExperts`, as in backward.
+    The weights of experts among `params` are `WeightOfExperts`, as in `_shard_grads`.
 
     Returns:
-      The outputs [b, s, h], the experts' `Shares`, and the residuals of backward.
+      The outputs [b, s, h], the experts' `Shares`, and the residuals.
     """
     flat = x.reshape(-1, x.shape[-1])
     h, groups = norm.forward(flat, params["norm"])

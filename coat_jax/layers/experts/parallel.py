@@ -142,8 +142,8 @@ class ExpertAxis:
     def split(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Returns `params` with each weight of experts split into a pair.
 
-        The pair is the weights of the experts to choose from, and of the shared ones or
-        None.
+        The pair holds the weights of the experts to choose from, and the weights of the
+        shared experts or None.
         """
 
         def parts(w: Any) -> tuple[Any, Any]:
@@ -157,9 +157,9 @@ class ExpertAxis:
     def over_devices(
         self, fn: Callable, x: Array, in_specs: Any, out_specs: Any
     ) -> Callable:
-        """Wraps a function of parameters and other arrays to run on each device.
+        """Returns a function that runs `fn` on the shards of each device.
 
-        The wrapped function takes parameters that `split` returned.
+        It takes parameters that `split` returned, and the other arguments of `fn`.
 
         Args:
           fn: A function of unsplit parameters and other arrays.
@@ -186,8 +186,9 @@ class ExpertAxis:
     def backward(self, run: Callable, residuals: Any, cotangents: Any) -> tuple:
         """Computes a segment's gradients on each device, and adds them up.
 
-        Results are like the results of `by_shards`. The stream's gradient has a scale
-        for each shard of the batch, the largest scale of the shard's devices.
+        The results are like the results of a backward pass with the decorator
+        `by_shards`. The stream's gradient has a scale for each shard of the batch, the
+        largest scale of the shard's devices.
 
         Args:
           run: A function of residuals and cotangents. The first residual is the
@@ -250,7 +251,7 @@ def _batch_axes(
 
 
 def _joined(parts: tuple[Any, Any]) -> Any:
-    """Returns the weights of a device's experts, with the shared ones last."""
+    """Returns the weights of a device's experts, with the shared experts last."""
     chosen, shared = parts
     if shared is None:
         return chosen
@@ -258,6 +259,6 @@ def _joined(parts: tuple[Any, Any]) -> Any:
 
 
 def _total(chosen: Array, shared: Array | None) -> Array:
-    """Sums gradients of chosen experts over devices, and appends the shared ones'."""
+    """Sums the gradients of `chosen` over devices, and appends `shared` if given."""
     chosen = exchange.total(chosen)
     return chosen if shared is None else jnp.concatenate([chosen, shared])

@@ -1,11 +1,11 @@
-"""Matmuls of rows by expert: on FP8 codes, and differentiable for plain recipes.
+"""Multiplies rows by the weights of their experts, with and without FP8.
 
-Weights are [experts, out, in]. In FP8 each weight is quantized twice, for forward and
-for backward. In forward each output feature of an expert has a scale. The matmul of the
-input gradient contracts the output features, so there each expert has one scale, the
-largest of its forward scales: no second pass computes an amax. Matmuls of weight
-gradients contract rows, so in backward activations and their gradients have one scale
-per tensor.
+Weights are [experts, out, in]. In FP8 each weight is quantized twice, for the forward
+and for the backward pass. In the forward pass each output feature of an expert has a
+scale. The matmul of the input gradient contracts the output features, so there each
+expert has one scale, the largest of its forward scales: no second pass computes an
+amax. Matmuls of weight gradients contract rows, so in the backward pass activations and
+their gradients have one scale per tensor.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ class WeightOfExperts:
     """Codes of the weights of experts, for one matmul.
 
     Attributes:
-      codes: The codes [experts, out, in] for forward, or [experts, in, out] for
-        backward, with a scale for each row of the matrices.
+      codes: The codes, [experts, out, in] for the forward pass or [experts, in, out]
+        for the backward pass, with a scale for each row of the matrices.
       dtype: The dtype of the weights.
     """
 
@@ -63,7 +63,7 @@ class WeightOfExperts:
     ) -> "WeightOfExperts":
         """Quantizes weights for `input_gradient`, with a scale for each expert.
 
-        `scale` is the property `scale_of_experts` of the codes for forward.
+        `scale` is the property `scale_of_experts` of the result of `forward`.
         """
         count, _, inputs = w.shape
         scale = jnp.broadcast_to(scale[:, None], (count, inputs))
@@ -77,7 +77,7 @@ class WeightOfExperts:
 
     @property
     def scale_of_experts(self) -> Float[Array, " experts"]:
-        """The largest scale of each expert, in codes for forward."""
+        """The largest scale of each expert, if `codes` are for the forward pass."""
         return jnp.max(self.codes.scale, axis=1)
 
 
@@ -112,7 +112,7 @@ def weight_gradient(
     Args:
       dy: Codes of the result's gradient, transposed as by `grouped_transpose`, with a
         scale per tensor or expert.
-      x: Codes of the rows, also transposed, with such a scale.
+      x: Codes of the rows, also transposed, with a scale per tensor or expert.
       rows: The rows.
       dtype: The dtype of the weights.
     """
@@ -135,9 +135,9 @@ def plain_product(
 ) -> Float[Array, "rows out"]:
     """Multiplies rows by the weights of their experts, in the dtype of `x`.
 
-    With `of_tokens`, `x` has a row for each token. Then `x` is saved, and backward
-    gathers the rows of experts from it again. In bfloat16 the kernels of grouped
-    matmuls run, and in other dtypes `jax.lax.ragged_dot`.
+    With `of_tokens`, `x` has a row for each token. Only `x` is saved, and the backward
+    pass gathers the rows of experts from it again. The kernels of grouped matmuls run
+    if `x` is bfloat16, and `jax.lax.ragged_dot` runs otherwise.
     """
     return _plain(x, w, rows, of_tokens)
 

@@ -46,11 +46,11 @@ class Experts:
       buffer: The number of rows that a device can send to another device if a mesh axis
         "expert" splits the experts, relative to the mean over all pairs of devices,
         which is `top_k` times a device's tokens over the size of the axis. If any
-        device has more rows for another, the layer's output is NaN on all devices along
-        the axis, so that no row is dropped without notice. None means room for all
-        rows, up to the size of the axis times the mean. Rows then travel in parts of
-        1.25 times the mean, as many as the pair with the most rows needs, and the host
-        waits for that number at each exchange.
+        device has more rows for another device, the layer's output is NaN on all
+        devices along the axis, so that no row is dropped without notice. None means
+        room for all rows, up to the size of the axis times the mean. Rows then travel
+        in parts of 1.25 times the mean, as many as the pair with the most rows needs,
+        and the host waits for that number at each exchange.
 
     Raises:
       ValueError: If a number is out of its range, or a name is unknown.
@@ -109,7 +109,7 @@ class Shares(NamedTuple):
     """Statistics of a layer's router, with a row for each shard of the batch.
 
     Attributes:
-      load: The fraction of all choices that each expert has. It has no gradient.
+      load: The fraction of all choices that fall on each expert. It has no gradient.
       score: The mean over tokens of each expert's score, divided by the sum of the
         token's scores.
       z: The mean over tokens of `logsumexp(logits) ** 2`.
@@ -124,7 +124,7 @@ class Routing(NamedTuple):
     """Auxiliary losses and loads of the experts of one layer or several layers.
 
     Attributes:
-      load: The fraction of all choices that each expert has, float32.
+      load: The fraction of all choices that fall on each expert, float32.
       balance: The load-balancing loss: the number of experts times the sum of load
         times mean score (arXiv 2101.03961, equation 4). It is 1 if loads are equal.
       z: The z loss: the mean over tokens of `logsumexp(logits) ** 2` (arXiv 2202.08906,
@@ -241,7 +241,7 @@ def chosen_experts(
     experts: Experts,
     bias: Float[Array, " experts"] | None = None,
 ) -> Int[Array, "tokens choices"]:
-    """Returns the indices of each token's experts, by falling score, shared ones last.
+    """Returns the indices of each token's experts, best first and shared ones last.
 
     Among experts with equal scores, the one with the lowest index comes first.
     """
@@ -319,7 +319,7 @@ def updated_bias(
 def _largest(
     scores: Float[Array, "tokens experts"], count: int
 ) -> Int[Array, "tokens choices"]:
-    """Returns the indices that `lax.top_k` returns, by one argmax of rows for each.
+    """Returns the indices that `lax.top_k` returns, by `count` argmaxes of each row.
 
     For `lax.top_k` XLA sorts whole rows, which takes longer on GPUs.
     """

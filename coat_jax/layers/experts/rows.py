@@ -62,7 +62,7 @@ class Rows:
 
     @property
     def saved(self) -> tuple[Array, Array]:
-        """The arrays to save for backward, from which `of` returns equal rows."""
+        """The arrays to save as residuals; `of` returns equal rows from them."""
         return self.choice, self.sizes
 
     def tiles(self) -> GroupTiles:

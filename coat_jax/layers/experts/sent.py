@@ -36,7 +36,7 @@ _PART = 1.25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """The chunks of rows that each device of a mesh axis sends to every other.
+    """The chunks of rows that each device of a mesh axis sends to every device.
 
     Attributes:
       rows: The size of a chunk in rows, a multiple of 8.
@@ -50,7 +50,7 @@ class Chunks:
 
     @classmethod
     def of(cls, tokens: int, experts: Experts, devices: int, axis: str) -> "Chunks":
-        """Returns the chunks for a number of tokens on each of the devices.
+        """Returns the chunks for `tokens` tokens on each of `devices` devices.
 
         A token sends at most as many rows to a device as the device has experts.
         """
@@ -64,7 +64,10 @@ class Chunks:
         return cls(rows=rows, part=min(_aligned(at_once), rows), axis=axis)
 
     def overflow(self, sizes: Int[Array, "p p"]) -> Bool[Array, ""]:
-        """Returns whether any device has more rows for another than fit in a chunk."""
+        """Returns whether any chunk is too small for its rows.
+
+        `sizes` has the number of rows by sender and receiver.
+        """
         return jnp.max(sizes) > self.rows
 
     def exchange(
@@ -168,7 +171,8 @@ class SentRows:
 
         Args:
           choice: The sorted choices of this device's tokens; see the class.
-          counts: The rows from each device to each expert of each other; see the class.
+          counts: The number of rows that each device sends to each expert; see the
+            class.
           shape: The number of this device's tokens, and of choices of each token.
           experts: The experts.
           axis: The mesh axis.
@@ -198,7 +202,7 @@ class SentRows:
 
     @property
     def saved(self) -> tuple[Array, Array]:
-        """The arrays to save for backward, from which `restored` returns equal rows."""
+        """The arrays to save as residuals; `restored` returns equal rows from them."""
         return self.choice, self.counts
 
     def tiles(self) -> GroupTiles:
@@ -237,14 +241,14 @@ class SentRows:
 
         Sums are in float32, and are rounded to `dtype`.
 
-        If any device of the axis has more rows for another than fit in a chunk, the
-        sums are NaN on all devices of the axis.
+        If any device of the axis has more rows for another device than fit in a chunk,
+        the sums are NaN on all devices of the axis.
         """
         sums = self.sent.sums(self._return(x), add, dtype)
         return jnp.where(self.chunks.overflow(self._of_pairs), jnp.nan, sums)
 
     def common(self, scale: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns the largest scale of all devices, which fits the rows of all."""
+        """Returns the largest of all devices' scales, for rows from all of them."""
         return array_types.largest_over(scale, (self.chunks.axis,))
 
     @property
@@ -300,7 +304,7 @@ def restored(
     *,
     padding: int,
 ) -> Rows | SentRows:
-    """Returns the rows that had the attribute `saved`; see `sorted_rows`."""
+    """Returns the rows of `sorted_rows` again, from their attribute `saved`."""
     if axis is None:
         return Rows.of(*saved, shape)
     return SentRows.of(*saved, shape, experts, axis, padding=padding)
@@ -343,8 +347,8 @@ def _order(
       arrived: The number of rows that arrive, by sender and group.
       sizes: The number of rows of each group, with the shared experts last.
       chunks: The chunks.
-      count: The number of rows in the result. Rows after the last group's have an index
-        after the last arrived row.
+      count: The number of rows in the result. Rows of padding, at the end, have an
+        index after the last arrived row.
     """
     senders, each = arrived.shape
     chunk = chunks.rows * jnp.arange(senders, dtype=jnp.int32)
