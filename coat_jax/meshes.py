@@ -1,4 +1,4 @@
-"""Functions of arrays on meshes, with explicit axes or automatic ones."""
+"""Runs functions of arrays on meshes, with explicit or with automatic axes."""
 
 import functools
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
 
 
 def automatic(x: Array) -> Array:
-    """Returns `x` with a type for code in which its explicit mesh axes are automatic.
+    """Returns `x` for use in code in which its explicit mesh axes are automatic.
 
     `jax.sharding.auto_axes` converts its arguments in the same way.
     """
@@ -70,7 +70,7 @@ def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
       x: An array of tokens with the mesh in its type.
       results: A tree with the structure of the results. Each leaf is the number of
         leading axes of a result that are axes of tokens. These axes are split like the
-        leading axes of `x`, and all other axes of the result are whole.
+        leading axes of `x`, and all other axes of the result are not split.
     """
     where = jax.typeof(x).sharding
     if not (explicit := where.mesh.explicit_axes):
@@ -124,7 +124,7 @@ def batch_shards(x: Array, batch_axes: str | tuple[str, ...] | None) -> int:
     Args:
       x: An array with the mesh in its type.
       batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic.
-        None counts as one shard then, because types do not say how arrays are split.
+        None means one shard then, because types do not say how arrays are split.
     """
     mesh = array_types.mesh_of(x)
     if mesh is None or mesh.manual_axes:

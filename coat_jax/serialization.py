@@ -1,4 +1,4 @@
-"""The registration of quantized arrays with Flax's serialization, if it is imported."""
+"""Registers quantized arrays with Flax's serialization if Flax is imported."""
 
 import importlib
 import sys

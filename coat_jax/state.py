@@ -1,4 +1,4 @@
-"""The former module of optimizer states of version 0, which their pickles import."""
+"""A stand-in for the former module that pickled states of version 0 import."""
 
 from typing import NoReturn
 

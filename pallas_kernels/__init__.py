@@ -1,4 +1,4 @@
-"""Pallas kernels for NVIDIA Hopper GPUs, which take and return plain arrays.
+"""Pallas kernels for NVIDIA Hopper GPUs, as functions of JAX arrays.
 
 Each public name is imported when it is first read.
 """

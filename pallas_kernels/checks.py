@@ -79,5 +79,5 @@ def scalar(name: str, x: Any, *others: str | None) -> Float[Array, ""] | str | N
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warns, once in a process."""
+    """Warns with `message`, once in a process for each message."""
     warnings.warn(message, stacklevel=2)

@@ -19,7 +19,8 @@ class _Lazy(types.ModuleType):
     """A package that imports each of its public names when the name is first read.
 
     Attributes:
-      __homes__: By public name, the module that defines it, and its name there.
+      __homes__: A mapping from each public name to the module that defines it, and its
+        name there.
     """
 
     __homes__: Mapping[str, tuple[str, str]]
@@ -36,7 +37,8 @@ class _Lazy(types.ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, unless a subpackage would replace a public name.
 
-        Python's import would set `coat_jax.fp8`, a public function, to a subpackage.
+        For example, Python would replace the public function `coat_jax.fp8` when it
+        imports the subpackage of the same name.
         """
         if name in self.__homes__ and isinstance(value, types.ModuleType):
             return
@@ -52,9 +54,9 @@ def attach(package: str, names: Mapping[str, str]) -> None:
 
     Args:
       package: The package's name, `__name__` in its `__init__.py`.
-      names: By module, the public names that it defines, separated by spaces;
-        "Tuning:NormTuning" is the name in the module and the name in the package, if
-        these differ.
+      names: A mapping from each module to the public names that it defines, separated
+        by spaces. "Tuning:NormTuning" is the name in the module and the name in the
+        package, if these differ.
 
     Examples:
       >>> import coat_jax as coat

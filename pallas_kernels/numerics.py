@@ -65,7 +65,7 @@ def behind(scale: Float[Array, ""], after: Float[Array, "..."]) -> Float[Array, 
 def magnitude(
     x: Float[Array, "..."], axis: int | tuple[int, ...] | None = None
 ) -> Array:
-    """Computes the amax, max(|x|), of float32 along `axis`; NaN where `x` has a NaN.
+    """Computes the amax, max(|x|), of a float32 array along `axis`; NaN if `x` has NaN.
 
     The bits are compared as integers, since XLA's maximum of floats may overlook a NaN
     on CPUs.
@@ -159,10 +159,9 @@ def encode(x: Float[Array, "..."], scale: Array, dtype: DTypeLike) -> Array:
 def reciprocal(scale: Float[Array, "..."]) -> Array:
     """Computes 1 / scale, correctly rounded for scales of 8 significant bits.
 
-    All bfloat16 numbers, and so powers of two, are such scales. GPUs divide with an
-    error in the last bit. The error, 1 - scale * guess, can be computed exactly: the
-    guess is split into two halves, and the products of a half and such a scale are
-    exact.
+    All bfloat16 numbers have at most 8 significant bits. GPUs divide with an error in
+    the last bit. The error, 1 - scale * guess, can be computed exactly: the guess is
+    split into two halves, and the product of each half and the scale is exact.
     """
     guess = 1.0 / scale
     bits = float_bits(guess) & jnp.uint32(0xFFFFFF00)

@@ -1,4 +1,4 @@
-"""All that differs between the versions of JAX and Flax that the library runs on.
+"""All that differs between the versions of JAX that the library runs on.
 
 The definition of every operation in plain JAX runs on jax 0.9 and newer. The Pallas
 kernels need features that JAX has since 0.11.2.
@@ -50,7 +50,7 @@ def bodies_in_params(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
 
 
 def shard_map_options(eqn: core.JaxprEqn) -> dict[str, Any]:
-    """Returns the arguments of `jax.shard_map` that made an equation."""
+    """Returns the arguments of the `jax.shard_map` that an equation computes."""
     names = ("mesh", "in_specs", "out_specs", "check_vma")
     # The axes had another name before jax 0.10.
     axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))

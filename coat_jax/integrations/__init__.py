@@ -1,1 +1,1 @@
-"""Adapters for trainers and libraries that look for moments or matmuls by name."""
+"""Adapters for trainers: moments by path, fused updates, and FP8 by rules of qwix."""

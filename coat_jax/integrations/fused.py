@@ -1,4 +1,4 @@
-"""`coat.fused_update` in trainers that call `tx.update` and apply updates themselves.
+"""Uses `coat.fused_update` in trainers that call `tx.update` and apply its updates.
 
 EasyDeL's state looks for a method `apply_updates_hook` of its optimizer, and Flax's
 `TrainState` has a method for the step. A step in one pass over the parameters can run
@@ -20,7 +20,7 @@ class HookedTransformation(optax.GradientTransformationExtraArgs):
     """A transformation with a method that applies its updates, for EasyDeL's state."""
 
     def apply_updates_hook(self, params: optax.Params, updates: optax.Updates) -> Any:
-        """Returns the parameters after the step, which `update` has computed."""
+        """Returns the parameters after the step, as `update` has computed them."""
         del params
         return jax.tree.map(lambda update: update.param, updates)
 

@@ -1,4 +1,4 @@
-"""FP8 matmuls by rules of qwix, for trainers that take a qwix provider.
+"""Runs the matmuls that qwix's rules select in FP8, for trainers that use qwix.
 
 MaxText (`use_qwix_quantization`) and tunix hand a model to `qwix.quantize_model` with a
 provider, which replaces `jax.lax.dot_general` and `jnp.einsum` in modules of chosen
@@ -21,7 +21,7 @@ _OPERATIONS = ("dot_general", "einsum")
 
 
 class FP8Provider(QuantizationProvider):
-    """A provider of qwix with the matmuls of `coat.fp8_dot_general`.
+    """A provider for qwix that runs matmuls with `coat.fp8_dot_general`.
 
     A matmul runs in FP8 if its module's path matches a rule's `module_path`, and
     exactly one of its operands is a parameter of that module. Products of two
@@ -29,7 +29,7 @@ class FP8Provider(QuantizationProvider):
     without a rule.
 
     Args:
-      rules: The rules, of which the first that matches a module applies. A rule has a
+      rules: The rules. The first rule that matches a module applies. A rule has a
         `module_path`, a regular expression for the whole path such as ".*mlp.*", and
         `op_names`, which may be "dot_general" and "einsum". A rule with
         `weight_qtype=None`, the default, keeps its modules as they are; every other
@@ -56,7 +56,7 @@ class FP8Provider(QuantizationProvider):
         super().__init__(rules, **options)
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
-        """Returns the functions that qwix calls in place of JAX's."""
+        """Returns a dict from names of JAX's functions to their replacements."""
         return super().get_intercept_map() | {
             "jax.lax.dot_general": self.dot_general,
             "jax.numpy.einsum": self.einsum,

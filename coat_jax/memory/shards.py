@@ -178,7 +178,7 @@ def with_local_experts(
 def checked_shardings(
     shardings: Any, params: nnx.State, mesh: Mesh | AbstractMesh
 ) -> Any:
-    """Returns the given shardings after checks, or if they are None, the default."""
+    """Returns the shardings after checks; the default shardings if they are None."""
     if shardings is None:
         return jax.tree_util.tree_map_with_path(
             lambda path, p: NamedSharding(mesh, _spec(path, p, mesh)), params

@@ -66,7 +66,7 @@ def estimate_step(
         return tuple(array for array in moment if not is_stack(array))
 
     def is_stack(array: Held) -> bool:
-        """Returns whether an array is a stack of gradients that never exists whole."""
+        """Returns whether an array stacks gradients that never exist all at once."""
         is_gradient = kind_of(array, logits) == "gradients" and array.index < len(
             layers
         )

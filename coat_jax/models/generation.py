@@ -1,4 +1,4 @@
-"""Generation: tokens that follow prompts, with a cache of keys and values.
+"""Generates the tokens that follow prompts, with a cache of keys and values.
 
 The prompts are computed in one pass, which stores the keys and values of every layer in
 a cache. Each further token takes a pass over this token alone, in which attention reads
@@ -61,7 +61,7 @@ def generate(
     key: Key[Array, ""] | None = None,
     prompt_length: int | None = None,
 ) -> Generated:
-    """Generates at most `max_new_tokens` tokens after each prompt, or up to a stop.
+    """Generates tokens after each prompt: at most `max_new_tokens`, or until a stop.
 
     The function compiles once for each number and length of prompts, and for each set
     of options. It can be called within `jax.jit` if the prompts are an array.
@@ -85,8 +85,8 @@ def generate(
       temperature: The number that divides logits, or one for each prompt; 0 always
         takes the most likely token.
       top_k: The number of the most likely tokens to choose from; None means all.
-      top_p: The least total probability of the tokens to choose from, which are the
-        fewest most likely ones that reach it; None means all tokens.
+      top_p: The total probability that the tokens to choose from must reach. They are
+        the fewest most likely tokens that reach it. None means all tokens.
       key: The key of the random choices, which a temperature above 0 needs.
       prompt_length: The length to which prompts are padded; None means the length of
         the longest prompt. Calls with the same length share a compiled program.

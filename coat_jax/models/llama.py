@@ -1,4 +1,4 @@
-"""Llama and OLMo: decoder-only transformers with their layers under `scan`."""
+"""Decoder-only transformers such as Llama and OLMo, with their layers under `scan`."""
 
 import math
 from typing import Any, NamedTuple
@@ -339,7 +339,7 @@ def mean_loss(
     targets: Int[Array, "b s"],
     weights: Shaped[Array, "b s"] | None,
 ) -> Float[Array, ""]:
-    """Returns the mean loss of targets, weighted, for a model's final hidden states."""
+    """Returns the weighted mean loss of targets, from a model's final hidden states."""
 
     def mean(hidden, head, targets, weights):
         shares = token_shares(targets, weights)

@@ -40,8 +40,8 @@ class LlamaConfig:
       norm_placement: Where a layer's norms are: "before" attention and the MLP, "after"
         them as in OLMo 2, or "both" as in Gemma 2 and 3.
       norm_offset: A number that is added to the weights of norms, 1 in Gemma.
-      window: The number of positions that a query attends to in local layers, its own
-        one included; None means all.
+      window: The number of positions that a query attends to in local layers, including
+        its own position; None means all.
       local_layers: Whether each layer is local; None means that all are if there is a
         window.
       attention_scale: The factor on products of queries and keys; None means

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) over frozen weights.
+"""Low-rank adapters of frozen weights (LoRA, arXiv 2106.09685).
 
 A matmul with an adapted weight computes
 
@@ -39,7 +39,7 @@ class Frozen(nnx.Variable[Array]):
 )
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A frozen weight with its adapters, in the place of a weight [..., k].
+    """A frozen weight with its adapters, for matmuls in place of a weight [..., k].
 
     Attributes:
       weight: The weight, or its codes and their scale.
@@ -62,7 +62,7 @@ class Adapted:
 
 
 class AdaptedWeight(nnx.Module):
-    """The variables of an `Adapted` weight, in the place of a parameter.
+    """A module with the variables of an `Adapted` weight, in place of a parameter.
 
     Args:
       weight: The weights of all layers [layers, ..., k].
@@ -93,7 +93,7 @@ class AdaptedWeight(nnx.Module):
         self.b = nnx.Param(jnp.zeros((*weight.shape[:-1], rank), jnp.float32))
 
     def __getitem__(self, key: object) -> Adapted:
-        """Returns the weight with its adapters, as matmuls read it, for any key."""
+        """Returns the `Adapted` weight that matmuls read; the key is ignored."""
         weight = self.codes[...]
         if self.scale is not None:
             weight = Codes(weight, None, self.scale[...])
@@ -203,7 +203,7 @@ def is_adapted(model: Llama) -> bool:
 
 
 def merged(model: Llama, dtype: DTypeLike) -> Llama:
-    """Returns a model without adapters: they are added to the frozen weights.
+    """Returns a model without adapters, with their effect added to the weights.
 
     Args:
       model: A model that `adapt` has changed.

@@ -28,10 +28,10 @@ def weighted_loss(
 ) -> Float[Array, ""]:
     """Computes the sum of all tokens' losses, each multiplied by its share.
 
-    If the function is differentiated, forward computes the gradients of a chunk
-    together with its loss, while the chunk's logits exist. These are already gradients
-    of the sum, so that no other pass multiplies them by the shares. Shares have no
-    gradients.
+    If the function is differentiated, the forward pass computes the gradients of a
+    chunk together with its loss, while the chunk's logits exist. These are already
+    gradients of the sum, so that no other pass multiplies them by the shares. Shares
+    have no gradients.
     """
     return _Loss(softcap)(hidden, head, targets, shares)
 
@@ -148,8 +148,8 @@ def logits(
 
     With a soft cap the result is `softcap * tanh(hidden @ head / softcap)`.
 
-    Backward rounds the gradient of the logits to the dtype of `hidden`. Otherwise XLA
-    would run the matmuls of backward in float32.
+    The backward pass rounds the gradient of the logits to the dtype of `hidden`.
+    Otherwise XLA would run the matmuls of the backward pass in float32.
     """
     scores = _logits(*array_types.varying_alike((hidden, head)))
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
@@ -169,7 +169,10 @@ def _logits(hidden, head):
 def _product(
     a: Array, b: Array, numbers: lax.DotDimensionNumbers, where: jax.NamedSharding
 ) -> Float[Array, "..."]:
-    """Computes a matmul with a float32 result, sharded as `where` on explicit axes."""
+    """Computes a matmul with a float32 result, sharded as `where` on explicit axes.
+
+    `numbers` are the dimension numbers of `lax.dot_general`.
+    """
     return lax.dot_general(
         a,
         b,

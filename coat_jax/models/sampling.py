@@ -13,8 +13,8 @@ class Sampling:
 
     Attributes:
       top_k: The number of most likely tokens that may be sampled; None means all.
-      top_p: The least total probability of the tokens that may be sampled, which are
-        the fewest most likely ones that reach it; None means all tokens.
+      top_p: The total probability that the tokens that may be sampled must reach. They
+        are the fewest most likely tokens that reach it. None means all tokens.
     """
 
     top_k: int | None = None

@@ -30,7 +30,7 @@ def scale_by_fp8_adam(
     granularity: PerGroup = PerGroup(128),
     rounding: Rounding = "stochastic",
 ) -> optax.GradientTransformation:
-    """Rescales updates by Adam, with both moments in 8 bits with range expansion.
+    """Returns a transformation that rescales updates by Adam, with moments in 8 bits.
 
     It is `coat.with_quantized_state(optax.scale_by_adam(...))` with a fused step. Both
     moments take 2.07 bytes per parameter instead of 8. Parameters of fewer than 8,192
@@ -39,12 +39,12 @@ def scale_by_fp8_adam(
     one element, where 8 bits would make moments no smaller. Updates have the gradients'
     dtype.
 
-    The second moment has COAT's expansion (section 4.2), with a k for each group that
-    follows the group's range. It is never negative, so the sign bit of its E4M3 codes
-    serves as a fourth bit of the mantissa (`coat.UE4M4`). The first moment is stored as
-    mu / sqrt(nu), since updates read this ratio. The ratio varies little within a
-    group, so one k serves all groups (3 for E4M3, a cube). Moreover, an error of nu
-    does not reach the update.
+    The second moment has COAT's range expansion (section 4.2), with a k for each group
+    that follows the group's range. It is never negative, so the sign bit of its E4M3
+    codes serves as a fourth bit of the mantissa (`coat.UE4M4`). The first moment is
+    stored as mu / sqrt(nu), since updates read this ratio. The ratio varies little
+    within a group, so one k serves all groups (3 for E4M3, a cube). Moreover, an error
+    of nu does not reach the update.
 
     The moments follow float32 moments for every b2. This has two reasons: scales are
     float32, and codes are rounded stochastically. The random bits are a function of
@@ -52,8 +52,8 @@ def scale_by_fp8_adam(
     step still moves as it should on average. COAT rounds to nearest, with which such an
     average would stand still: with b2 = 0.999 this happens after gradients have become
     100 times smaller, or near an element that was large once. On normally distributed
-    gradients, updates are within 1% of optax's on average. Their error is 9% of their
-    size at b2 = 0.999, and 4% at 0.95.
+    gradients, the mean of updates is within 1% of optax's. The error of single updates
+    is 9% of their size at b2 = 0.999, and 4% at 0.95.
 
     As in `optax.scale_by_adam`, a gradient that is not finite spoils its element for
     good. Here, from the next step on, it spoils the whole group that shares the
@@ -82,8 +82,8 @@ def scale_by_fp8_adam(
         `nu_format=coat.E4M3` is COAT's own scheme.
 
     Returns:
-      A `GradientTransformation` whose moments have the parameters' shapes. Its state is
-      a `coat.QuantizedState`.
+      A `GradientTransformation` with moments of the parameters' shapes. Its state is a
+      `coat.QuantizedState`.
 
     Raises:
       ValueError: If `granularity` is not `PerGroup`, since a moment could then not be
@@ -154,7 +154,7 @@ def fp8_adamw(
     granularity: PerGroup = PerGroup(128),
     rounding: Rounding = "stochastic",
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optax.adamw` with both moments in FP8, in a quarter of its memory.
+    """Returns `optax.adamw` with moments in FP8, which take a quarter of the memory.
 
     It takes the arguments of `optax.adamw`, in the same order. See `scale_by_fp8_adam`
     for the other arguments and for how moments are stored.

@@ -48,7 +48,7 @@ def adam_in_blocks(
     params: Float[Array, "... n"] | None = None,
     salt: UInt32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
-    """Computes `pallas_kernels.adam` in a loop that writes its results in place."""
+    """Computes `pallas_kernels.adam` in a loop over blocks, which writes in place."""
     rows, width = _view(grads.shape)
     block, groups = max(1, _BLOCK // width), -(-width // GROUP)
     before = grads if params is None else params, moments

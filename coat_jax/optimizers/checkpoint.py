@@ -78,7 +78,7 @@ def from_optax_state(state: Any, like: Any) -> Any:
 
 
 def check_restored(state: Any, like: Any) -> None:
-    """Checks that an optimizer can go on with a restored state.
+    """Checks that an optimizer can continue from a restored state.
 
     Readers of checkpoints check little: `flax.serialization` accepts any value in place
     of a plain array, and pickle and orbax do not know which values of a state are
@@ -110,7 +110,11 @@ def check_restored(state: Any, like: Any) -> None:
 def _check_each(
     check: Callable, name: str, state: Any, like: Any, is_leaf: Callable
 ) -> None:
-    """Checks that two trees have one structure, and calls `check` for each leaf."""
+    """Checks that two trees have one structure, and calls `check` for each leaf.
+
+    `check` takes the leaf's path in the tree `name`, the leaf of `state`, and the leaf
+    of `like`.
+    """
     check_structure(state, like, name=name, is_leaf=is_leaf)
     tree_map_with_path(
         lambda path, old, new: check(f"{name}{keystr(path)}", new, old),
@@ -121,7 +125,7 @@ def _check_each(
 
 
 def _check_part(name: str, state: Any, like: Any) -> None:
-    """Checks a quantized state, or an array outside of such states."""
+    """Checks a quantized state, or an array that belongs to no quantized state."""
     if not isinstance(like, QuantizedState):
         _check_array(name, state, like)
         return

@@ -23,8 +23,9 @@ def dequantized(inner_state: Any, layout: Layout) -> Any:
     A moment stored as mu / sqrt(nu) is multiplied by sqrt(nu).
 
     Raises:
-      ValueError: If an average is stored without range expansion. No optimizer stores
-        it so: the checkpoint has no exponents, but was read as one with exponents.
+      ValueError: If an average is stored without range expansion. No optimizer does
+        this: the state comes from a checkpoint without exponents that was read as a
+        checkpoint with exponents.
     """
     leaves, treedef = jax.tree.flatten_with_path(inner_state, is_leaf=is_quantized)
     stored = {path: leaf for path, leaf in leaves if is_quantized(leaf)}
@@ -92,7 +93,7 @@ def _encoded(
     granularity: PerGroup,
     noise: Array | None,
 ) -> QuantizedArray:
-    """Quantizes an average as `moment` says, over the root of `over` if not None."""
+    """Quantizes an average as `moment` says, divided by the root of `over` if given."""
     x = x.astype(jnp.float32)
     if over is not None:
         x = x * inverse_root(over.astype(jnp.float32))

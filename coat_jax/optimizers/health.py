@@ -123,8 +123,8 @@ def health_report(
     Args:
       tree: A pytree of arrays.
       role: The role in which the arrays would be quantized.
-      stacked: Names of subtrees whose arrays have an axis of layers in front, such as
-        "layers". These arrays get statistics for each layer.
+      stacked: Names of subtrees, such as "layers", with arrays that have an axis of
+        layers in front. These arrays get statistics for each layer.
       amax: The amax that scales follow from, in the role "gradient". None means each
         array's own.
 

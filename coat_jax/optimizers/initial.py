@@ -164,7 +164,14 @@ def _not_smaller(
 ) -> set[Path]:
     """Returns the paths of parameters with moments that 8 bits would not make smaller.
 
-    In a row of one element there is a scale for each code.
+    If the last axis has one element, for example, there is a scale for each code.
+
+    Args:
+      chosen: The path of the parameter and the storage, None for float32, of each
+        average, by the average's path in the state.
+      params: The parameters by their paths.
+      granularity: The groups of elements that share a scale.
+      dtypes: The dtype of each array of the unquantized state, by its path.
     """
     saved_bytes: dict[Path, int] = defaultdict(int)
     for path, (place, moment) in chosen.items():
@@ -230,7 +237,10 @@ def _check_zero(inner: Any, params: Any, paths: list[Path]) -> None:
 
 
 def _warn_of(unknown: set[tuple[str, str]]) -> None:
-    """Warns of fields that may be averages, and that are not quantized."""
+    """Warns about fields that may be averages, but are not quantized.
+
+    `unknown` has the type name of the named tuple and the name of each field.
+    """
     if not unknown:
         return
     names = ", ".join(f"{record}.{field}" for record, field in sorted(unknown))

@@ -30,7 +30,9 @@ _layer: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def layer_of_stacks(layer: Int32[Array, ""]) -> Iterator[None]:
-    """Gives layers [1, ...] the random bits that they have in their stacks of layers.
+    """Makes random bits in this context depend on a layer's index in stacks of layers.
+
+    Parameters [1, ...] of the layer get the random bits that they have in the stacks.
 
     Args:
       layer: The index of the parameters' layer in the stacks.

@@ -16,7 +16,7 @@ _HYPERPARAMETERS = ("hyperparams", "hyperparams_states")
 
 
 def fields_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Yields the path of each named tuple's field in a tree, and the tuple's name."""
+    """Yields the path of each named tuple's field, and the name of the tuple's type."""
     children, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     for key, child in children:
         if child is not tree:
@@ -58,9 +58,11 @@ def owner_of(
 ) -> Path | None:
     """Returns the path of the parameter that a leaf of a state belongs to, or None.
 
-    The parameter's path is the longest suffix of the leaf's path that leads through the
-    same named tuples as in the parameters. Shapes are not compared, because factored
-    moments have other shapes than their parameters.
+    The parameter's path is the longest suffix of the leaf's path that is the path of a
+    parameter. Each key of the suffix must be a field of the same type of named tuple in
+    the state and in the parameters, or a field of none in both. Shapes are not
+    compared, because factored moments have other shapes than their parameters. Leaves
+    within the hyperparameters of `optax.inject_hyperparams` belong to no parameter.
 
     Args:
       path: The path of the leaf in the state.

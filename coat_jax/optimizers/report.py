@@ -1,4 +1,4 @@
-"""Reports of quantized moments, from the state alone: cheap enough to log."""
+"""Computes statistics of quantized moments from an optimizer's state, for logs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -265,7 +265,15 @@ def _stats(
     means: dict[str, Float[Array, ""]],
     factor: float,
 ) -> MomentStats:
-    """Returns the statistics of a moment from means over its elements."""
+    """Returns the statistics of a moment from means over its elements.
+
+    Args:
+      parameter: The parameter's path.
+      moment: The name of the moment's field.
+      q: The moment.
+      means: The result of `_means_of`.
+      factor: The factor on the error: 1/2 if updates read the root of the moment.
+    """
     k_counts = None
     if q.exponent is not None:
         numbers = on_last_axes(jnp.arange(_BINS, dtype=jnp.uint8), q.ndim + 1)

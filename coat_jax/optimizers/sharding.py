@@ -175,7 +175,7 @@ def moment_sharding(moment: Any, sharding: NamedSharding) -> Any:
 def _of_whole_groups(
     sharding: NamedSharding, shape: tuple[int, ...], size: int
 ) -> NamedSharding:
-    """Returns `sharding` without the mesh axes that would split groups."""
+    """Returns `sharding` without the mesh axes that split groups, after a warning."""
     spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     axes = axis_names(spec[-1])
     whole = axes

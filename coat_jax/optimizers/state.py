@@ -1,4 +1,4 @@
-"""The state of a transformation whose moving averages are in 8 bits."""
+"""The state of a transformation, with its moving averages in 8 bits."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -61,7 +61,10 @@ class Layout:
 
 
 class QuantizedState(NamedTuple):
-    """The state of `with_quantized_state`; `state.mu` is short for `inner_state.mu`.
+    """The state of `with_quantized_state`.
+
+    Other attributes are read from the inner state: `state.mu` is
+    `state.inner_state.mu`.
 
     Attributes:
       inner_state: The state of the inner transformation. Its averages are
@@ -81,7 +84,7 @@ class QuantizedState(NamedTuple):
     def count(self) -> Any:
         """The inner state's `count`.
 
-        `__getattr__` is not called for it, because tuples have a method of this name.
+        Tuples have a method of this name, so `__getattr__` would not be called for it.
         """
         return self.inner_state.count
 

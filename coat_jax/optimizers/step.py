@@ -1,8 +1,7 @@
 """Adam's step for a tree of parameters.
 
-For a leaf whose moments are stored as the kernel takes them, `pallas_kernels.adam`
-computes the whole step. All other leaves go together through `optax.scale_by_adam` in
-float32.
+If a leaf's moments are stored as the kernel takes them, `pallas_kernels.adam` computes
+the whole step. All other leaves go together through `optax.scale_by_adam` in float32.
 """
 
 import dataclasses
@@ -106,7 +105,11 @@ class Target(NamedTuple):
         return cls(param, learning_rate, decay, salt)
 
     def applied(self, update: Array, step: Array, path: tuple) -> Array:
-        """Returns the parameter after a float32 update."""
+        """Returns the parameter after a float32 update.
+
+        Random bits for stochastic rounding depend on the number of the step and on the
+        parameter's path.
+        """
         p = self.param.astype(jnp.float32)
         p = p - self.learning_rate * (update + self.decay * p)
         if self.salt is None:
@@ -263,7 +266,7 @@ def _fused_leaves(
 ) -> dict:
     """Computes the step of the leaves that the kernel, or its reference, can take.
 
-    It returns the results by the leaves' indices.
+    Returns a dict from the index of each of these leaves to `_Leaf.after` of the step.
     """
 
     def kind(leaf):
@@ -328,7 +331,7 @@ def _fused_leaf(
 def _in_blocks(grad: Array, moments: Moments) -> bool:
     """Returns whether the step of a leaf is computed block by block.
 
-    A block of an array that is spread over devices would have to be gathered.
+    A block of an array that is sharded over devices would have to be gathered.
     """
     if devices.has_hopper() or jax.sharding.get_abstract_mesh().manual_axes:
         return False

@@ -143,14 +143,17 @@ def _spec_of_groups(spec: Any, moment: QuantizedArray) -> Any:
 
 
 def by_path(tree: Any, is_leaf: Callable | None = None) -> dict[tuple, Any]:
-    """Returns the leaves of a tree by their paths."""
+    """Returns a dict from the paths of a tree's leaves to the leaves."""
     return dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf))
 
 
 def check_structure(
     tree: Any, like: Any, *, name: str, is_leaf: Callable[[Any], bool]
 ) -> None:
-    """Raises ValueError, naming a place, unless `tree` has the structure of `like`."""
+    """Raises ValueError unless `tree` has the structure of `like`.
+
+    The message calls the tree `name`, and names a place where the structures differ.
+    """
     found, expected = (jax.tree.structure(t, is_leaf=is_leaf) for t in (tree, like))
     if found == expected:
         return

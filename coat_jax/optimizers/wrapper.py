@@ -23,7 +23,7 @@ def with_quantized_state(
     granularity: PerGroup = PerGroup(128),
     rounding: Rounding = "stochastic",
 ) -> optax.GradientTransformationExtraArgs:
-    """Stores the moving averages of any optax transformation in 8 bits.
+    """Returns an optax transformation with its moving averages stored in 8 bits.
 
     Each step reads the averages as float32, calls `inner`, and stores the averages
     quantized: 1.04 bytes per element for each average instead of 4. For optax's own
@@ -40,21 +40,21 @@ def with_quantized_state(
     position within the shard.
 
     Args:
-      inner: Any transformation whose state has the parameters' structure.
+      inner: Any transformation with a state that has the parameters' structure.
       moments: The storage of fields of the state that are not known or are not to be
         stored in the known way: a `coat.Moment` by the field's name. None in place of a
         `coat.Moment` leaves a field unquantized.
       quantize_mask: A tree of bools with the structure of the parameters (or a prefix
         of it), or a function from parameters to such a tree. False means that a
-        parameter's moments stay as optax has them. The moments of parameters of fewer
-        than 8,192 elements stay so as well, and moments that 8 bits would not make
-        smaller. None means True for all.
+        parameter's moments stay as optax has them. None means True for all. Moments of
+        parameters of fewer than 8,192 elements, and moments that 8 bits would not make
+        smaller, always stay as optax has them.
       granularity: Groups along the last axis that share a scale and an exponent.
       rounding: "stochastic", or "nearest" as in COAT (arXiv 2410.19313). With
         "nearest", averages over 100 steps or more stall.
 
     Returns:
-      A transformation whose state is a `QuantizedState`, and whose updates have the
+      A transformation with a `QuantizedState` as its state. Its updates have the
       gradients' dtypes.
 
     Raises:

@@ -1,1 +1,1 @@
-"""8-bit numbers: formats, arrays, range expansion, rounding, delayed scaling."""
+"""8-bit numbers: formats, arrays, groups, expansion, rounding, delayed scaling."""

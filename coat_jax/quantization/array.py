@@ -243,7 +243,19 @@ def _largest(x: Array, granularity: Granularity) -> tuple[Array, Array]:
 def _encoded(
     x, groups, scale, format, granularity, power, own_power, noise, octaves=math.inf
 ) -> QuantizedArray:
-    """Encodes groups, as `_split` reshapes them, with the given scales."""
+    """Returns the codes of an array with the given scales, as a `QuantizedArray`.
+
+    Args:
+      x: The array.
+      groups: The array in float32, as `_split` reshapes it.
+      scale: The scale of each group, with axes of length 1 within groups.
+      format: The format of the codes.
+      granularity: The elements that share a scale.
+      power: The k of range expansion for all groups; 1 means no expansion.
+      own_power: Whether each group has its own k instead.
+      noise: 32 random bits for each element, or None to round to nearest.
+      octaves: The largest number of octaves of a group that its own k covers.
+    """
     within = tuple(range(1, groups.ndim, 2))
     if noise is not None:
         noise = _split(noise, granularity.block(x.shape))
@@ -389,9 +401,9 @@ _BITS = _FLOATS | {bits: name for name, bits in _FLOATS.items()}
 
 
 def scales_as_bits(x: Array) -> Array:
-    """Bitcasts scales to unsigned integers, or such integers to scales.
+    """Bitcasts scales to unsigned integers, and these integers back to scales.
 
-    It returns codes as they are. `fp8_remat` saves integers exactly.
+    Codes are returned unchanged. `fp8_remat` saves integers exactly.
     """
     dtype = _BITS.get(x.dtype.name)
     return lax.bitcast_convert_type(x, dtype) if dtype else x

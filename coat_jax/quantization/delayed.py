@@ -114,8 +114,8 @@ def delayed_scale(history: Float[Array, " length"], format: Format) -> Float[Arr
     """Computes the scale of the largest amax in a history.
 
     Scales rise with the amax, so this is also the largest of the scales of all entries.
-    It is computed as such, because XLA computes all scales and their maximum in one
-    kernel.
+    It is computed as the largest scale, because XLA computes all scales and their
+    maximum in one kernel.
     """
     return magnitude(tensor_scale(history, format))
 

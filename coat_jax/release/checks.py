@@ -111,7 +111,7 @@ def _check_draws(program: Jaxpr) -> None:
 
 
 def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) -> None:
-    """Warns of a parameter that `jax.lax.scan` takes as a stack of layers.
+    """Warns about the first large parameter that `jax.lax.scan` takes as a stack.
 
     Args:
       loss: A function of the parameters.
@@ -193,7 +193,11 @@ def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
 
     @jax.jit
     def both(leaves, first, grads, steps):
-        """Computes the updates of the stacks, and of each layer by itself."""
+        """Computes the updates of the stacks, and the updates of each layer by itself.
+
+        `first` are the gradients of a first step, and `grads` of the step to compare.
+        `steps` is added to the optimizer's counts in between.
+        """
         tree = params.treedef.unflatten
         small = tree(leaves)
         _, state = optimizer.tx.update(tree(first), optimizer.tx.init(small), small)

@@ -18,9 +18,9 @@ from coat_jax.release.scan import Scan, first_layer
 def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
     """Computes `fn(params, x)`, and steps `params` at once in the backward pass.
 
-    Within the loss of `coat.value_and_update`, backward computes the gradients of this
-    layer, steps its parameters, and only then goes on to the layers before it. So the
-    gradients of one layer exist at a time. Elsewhere this is `fn(params, x)`.
+    Within the loss of `coat.value_and_update`, the backward pass computes the gradients
+    of this layer, steps its parameters, and only then goes on to the layers before it.
+    So the gradients of one layer exist at a time. Elsewhere this is `fn(params, x)`.
 
     Use `coat.scan_layers` for layers of equal shapes that are stacked.
 

@@ -87,9 +87,10 @@ class Parameters:
         return self.treedef.unflatten([leaves.get(j, MASKED) for j in count])
 
     def part_of_state(self, states: Mapping[int, Nodes]) -> optax.OptState:
-        """Returns the optimizer's state, with `MaskedNode` where `states` lacks one.
+        """Returns some parameters' state, with `MaskedNode` for all other parameters.
 
-        Nodes that belong to no parameter, such as counts, are as before the step.
+        `states` has the states of these parameters by index. Nodes that belong to no
+        parameter, such as counts, are as before the step.
         """
         queues = {j: iter(nodes) for j, nodes in states.items()}
         nodes = []
@@ -224,7 +225,10 @@ class Optimizer:
 def _owners(
     params: optax.Params, state: optax.OptState
 ) -> Iterator[tuple[Path, int | None]]:
-    """Yields each node's path in a state, and its parameter's index or None."""
+    """Yields each node's path in a state, and the index of its parameter.
+
+    The index is None for nodes that belong to no parameter.
+    """
     params, state = unboxed(params), unboxed(state)
     leaves = by_path(params)
     index = {path: j for j, path in enumerate(leaves)}

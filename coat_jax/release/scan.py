@@ -22,6 +22,15 @@ class SavedArrays:
     A vjp function is a pytree of residuals. Residuals that are the layer's parameters
     are read from the stacks again, and residuals that are the same for all layers are
     saved once. All other residuals are saved for each layer.
+
+    Args:
+      vjp: The vjp function of the layer.
+      params: The layer's parameters and other arrays.
+      carry: The layer's input, which differs between layers.
+
+    Attributes:
+      by_layer: The residuals to save for each layer.
+      constants: The residuals that are the same for all layers.
     """
 
     def __init__(self, vjp: Any, params: Any, carry: Any):
@@ -135,7 +144,14 @@ class Scan:
         return stepped[0], as_floats(stepped[1]), None, dothers, dshared, dx
 
     def _stepped(self, index: Int[Array, ""], grads, slices, stacks) -> tuple:
-        """Returns the stacks of parameters and states after the step of a layer."""
+        """Returns the stacks of parameters and states after the step of a layer.
+
+        Args:
+          index: The index of the layer.
+          grads: The gradients of the layer's parameters.
+          slices: The layer's parameters and states, as slices [1, ...] of the stacks.
+          stacks: The stacks of parameters and states.
+        """
         grads = jax.tree.map(lambda g: g[None], grads)
         with layer_of_stacks(index):
             layer = Stacks(index, slices, stacks)
@@ -162,7 +178,7 @@ def _differentiable(cotangents: Sequence[Any]) -> list:
 
 
 def _filled(cotangents: Sequence[Any], arrays: Sequence[Any]) -> list:
-    """Returns a cotangent for each array, None for those that are not floating."""
+    """Returns a cotangent for each of `arrays`; None if the array is not floating."""
     real: Iterator = iter(cotangents)
     inexact = (jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
     return [next(real) if is_inexact else None for is_inexact in inexact]

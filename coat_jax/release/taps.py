@@ -37,10 +37,11 @@ class Release:
     Attributes:
       params: The parameters and their state.
       optimizer: The optimizer, once the backward pass begins.
-      mode: The results of a backward pass: the parameters after their step, or the
-        gradients' sums of squares.
+      mode: The results of a backward pass: "step" for the parameters after their step,
+        or "norm" for the gradients' sums of squares.
       leaves: The parameters, as arguments of the differentiated loss.
-      states: The parameters' states, as such arguments; see `as_floats`.
+      states: The parameters' states, as arguments of the differentiated loss; see
+        `as_floats`.
       sums: An argument of the differentiated loss with an element for each parameter.
         Its cotangent in the mode "norm" is the gradients' sums of squares.
       taps: Each parameter after its tap.

@@ -1,7 +1,7 @@
-"""The devices that arrays are spread over, as the types of arrays say.
+"""Reads from the types of arrays how these are sharded over the devices of a mesh.
 
-On a mesh with automatic or explicit axes a type has the mesh. Within `shard_map` it
-also has the mesh axes over which the values differ.
+On a mesh with automatic or explicit axes, a type contains the mesh. Within `shard_map`
+it also contains the mesh axes over which the values differ.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def mesh_of(arrays: Any) -> AbstractMesh | None:
-    """Returns the mesh over which arrays may be spread.
+    """Returns the mesh over which arrays may be sharded, or None.
 
     None means that any operation can run on the arrays as they are: they are on one
     device, or they are a device's own parts, within a `shard_map` over all axes of the
-    mesh. A mesh of one device is returned only if it has explicit axes, because these
-    are in the way of reshapes.
+    mesh. A mesh of one device is returned only if it has explicit axes, because
+    explicit axes restrict reshapes.
     """
     for x in jax.tree.leaves(arrays):
         mesh = jax.typeof(x).sharding.mesh
@@ -44,7 +44,7 @@ def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Returns the names of the mesh axes that split an axis of an array.
 
     Args:
-      axes: The names, as a partition spec has them for the array's axis.
+      axes: The entry of a partition spec for the array's axis.
     """
     if axes is None:
         return ()
@@ -52,15 +52,15 @@ def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def unsplit(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """Returns a sharding on the same mesh that splits no axis of an array."""
+    """Returns a sharding on the same mesh that replicates an array of `ndim` axes."""
     return sharding.update(spec=P(*[None] * ndim))
 
 
 def is_partial(sharding: NamedSharding) -> bool:
     """Returns whether an array or its gradient is yet to be summed over devices.
 
-    On explicit mesh axes arrays may be `unreduced`, and gradients of `reduced` arrays
-    are.
+    On explicit mesh axes an array may be `unreduced`. The gradient of a `reduced` array
+    is `unreduced`.
     """
     return bool(sharding.spec.unreduced or sharding.spec.reduced)
 
@@ -68,8 +68,8 @@ def is_partial(sharding: NamedSharding) -> bool:
 def context_of(x: Array) -> contextlib.AbstractContextManager[Any]:
     """Returns a context manager under which operations accept `x`.
 
-    Where axes of the mesh are explicit, arrays within `jax.sharding.auto_axes` have
-    types on the same mesh with automatic axes.
+    It is needed within `jax.sharding.auto_axes` on a mesh with explicit axes: there the
+    types of arrays have the same mesh with automatic axes.
     """
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty or not jax.sharding.get_abstract_mesh().explicit_axes:
@@ -112,11 +112,13 @@ def _with_mesh(x: Any, mesh: AbstractMesh) -> Any:
 def varying_alike[Tree](tree: Tree, like: Any = None) -> Tree:
     """Casts all arrays of a tree to vary over the same mesh axes, in `shard_map`.
 
-    These are all axes over which any array of `like`, by default of the tree, varies.
+    After the cast, they vary over all mesh axes over which an array of `like` varies.
+    If `like` is None, the tree takes its place.
 
     Within `shard_map` an array's type says over which mesh axes its values differ
     (unless `check_vma=False`). All arguments of a `custom_vjp` must vary over the same
-    axes, because the gradients that it returns do. JAX sums gradients where needed.
+    axes, because all gradients that it returns vary over the same axes. JAX sums
+    gradients where needed.
     """
     leaves = jax.tree.leaves(tree if like is None else like)
     axes = frozenset().union(*map(varying_axes, leaves))
@@ -134,7 +136,7 @@ def alone(device: Any = None) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which arrays belong to one device.
 
     Args:
-      device: The abstract device that is compiled for; None is the current target.
+      device: The abstract device to compile for; None means the current target.
     """
     device = device or jax.sharding.get_abstract_mesh().abstract_device
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
@@ -146,7 +148,7 @@ def parts_of(mesh: Any, names: Iterable[str]) -> int:
 
 
 def largest_over(x: Array, axes: Sequence[str]) -> Array:
-    """Returns the largest of the devices' amaxes, within `shard_map`."""
+    """Returns the maximum of amaxes `x` over mesh axes, within `shard_map`."""
     # The bits of an amax compare like the amax, and NaN is the largest.
     return floats(lax.pmax(magnitude_bits(x), axes))
 
@@ -169,7 +171,7 @@ def unchecked_axes() -> frozenset[str]:
 
 
 def obstacle(arrays: Any) -> str | None:
-    """Returns why no kernel can run on the mesh of arrays, or None if one can."""
+    """Returns why no kernel can run on the arrays' mesh, or None if kernels can."""
     mesh = mesh_of(arrays)
     if mesh is None or not mesh.manual_axes:
         return None

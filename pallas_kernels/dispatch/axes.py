@@ -8,24 +8,24 @@ from jaxtyping import Array
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The names of an array's axes, separated by spaces.
+    """The names of an array's axes, which determine how a mesh may split the array.
 
-    Axes with the same name are split alike: the first array that is split along such an
-    axis decides how.
-    An axis named "_" is whole on every device. "(g e)" is the axes `g` and `e`, merged:
-    `g` may be split, while `e` is whole.
+    Axes with the same name are split alike, as in the first array that is split along
+    an axis of this name. An axis named "_" is never split. "(g e)" is one axis that
+    merges `g` and `e`: `g` may be split, and `e` is never split.
 
     Attributes:
-      names: The names, as many as the array has axes.
+      names: The names, one for each axis of the array, separated by spaces.
       reduced: How the devices' results are combined if the mesh splits an axis of
-        operands that the result does not have. None means equal results. A "max"
-        is an amax: the result's unnamed axes are reduced to one element each.
+        operands that the result does not have. None means that all devices have equal
+        results. "max" means that the result is an amax: its unnamed axes are reduced to
+        one element each.
       sizes: The lengths of axes that occur in merged axes only.
-      own: Whether the array keeps its sharding, whatever its names say.
-      gathered: Whether the array's last axis may be split over more mesh axes than its
-        name. The operation then gets these parts gathered along the first axis, which
-        has one element otherwise. Gathered along the last axis the parts would have to
-        be copied once more, since they are not contiguous in memory there.
+      own: Whether the array keeps its sharding, and its names are ignored.
+      gathered: Whether the array's last axis may be split over more mesh axes than
+        other axes of the same name. The operation then gets these parts gathered along
+        the first axis, which otherwise has one element. A gather along the last axis
+        would need one more copy, since the parts are not contiguous in memory there.
       added: Whether the operation adds the array to a result. If this result is a sum
         over devices, one device adds the array, and the others add zeros.
     """
@@ -60,14 +60,14 @@ WHOLE = Axes("")  # Scalars.
 
 
 def tokens(count: int) -> str:
-    """Returns names for `count` axes of tokens."""
+    """Returns names for `count` axes of tokens, such as "t0 t1"."""
     return " ".join(f"t{j}" for j in range(count))
 
 
 def grouped(count: int, n: int, group: int) -> tuple[Axes, Axes]:
-    """Returns the axes of elements in groups along the last axis, and of the groups.
+    """Returns the axes of an array with groups along its last axis, and of its scales.
 
-    The last axis may be split between whole groups.
+    The last axis may be split between groups, but not inside a group.
 
     Args:
       count: The number of leading axes.
@@ -89,7 +89,7 @@ def alike(x: Array) -> Axes:
 
 
 def as_it_is(x: Array) -> Axes:
-    """Returns axes of an array of any sharding, for which an operation only waits."""
+    """Returns the axes of an array that keeps its sharding, since it is not read."""
     return Axes(" ".join(f"own{j}" for j in range(x.ndim)), own=True)
 
 

@@ -1,8 +1,8 @@
-"""Custom calls to kernels: read from a program that Pallas lowered, and emitted again.
+"""Reads custom calls to kernels from a lowered program, and emits them again.
 
 Line numbers, paths, and JAX's count of kernels, which differ between equal kernels and
-between checkouts, are removed from the bytecode. Nothing documented says how Pallas
-emits custom calls: any other form than expected here raises `UnexpectedError`.
+between checkouts, are removed from the bytecode. It is not documented how Pallas emits
+custom calls. A form that is not expected here raises `UnexpectedError`.
 """
 
 import dataclasses
@@ -63,9 +63,9 @@ class _Call:
         are the program's operands, then the results of the program's calls.
       takes: The types of its operands.
       returns: The types of its results.
-      aliases: By the position of each operand that is overwritten, the position of the
-        result that takes its memory.
-      config: The kernel, its hash, and flags.
+      aliases: A mapping from the position of each overwritten operand to the position
+        of the result that takes its memory.
+      config: The kernel, its hash, and its flags.
     """
 
     operands: tuple[int, ...]
@@ -77,11 +77,11 @@ class _Call:
     def emit(
         self, ctx: Any, values: Sequence[Any], avals: Sequence[Any], returns: Sequence
     ) -> Sequence[Any]:
-        """Writes the call into the module that is being lowered.
+        """Writes the call into the module that is being lowered; returns its results.
 
-        `avals` are the types of the program's values, and `returns` the types of the
-        results. They may differ from the kernel's types, because a kernel only gets
-        addresses.
+        `avals` are the types of the program's `values`, and `returns` the types of the
+        call's results. They may differ from the kernel's types, because a kernel only
+        gets addresses.
         """
         operands = [values[j] for j in self.operands]
         takes = [avals[j] for j in self.operands]
@@ -97,16 +97,22 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """The custom calls of a launch, and its results' positions among its values.
+    """The custom calls of a launch, a program that does nothing but run kernels.
 
-    The values are numbered as for `_Call.operands`.
+    Attributes:
+      calls: The custom calls, in the order in which they run.
+      results: The positions of the launch's results among its values, which are
+        numbered as for `_Call.operands`.
     """
 
     calls: tuple[_Call, ...]
     results: tuple[int, ...]
 
     def emit(self, ctx: Any, operands: Sequence[Any]) -> list[Any]:
-        """Writes all calls into the module that is being lowered; returns results."""
+        """Writes all calls into the module that is being lowered.
+
+        Returns the launch's results.
+        """
         values, avals = list(operands), list(ctx.avals_in)
         types = dict(zip(self.results, ctx.avals_out, strict=True))
         for call in self.calls:
@@ -129,7 +135,10 @@ def read_calls(module: ir.Module) -> Calls:
     count = len(functions["main"].regions[0].blocks[0].arguments)
 
     def results(function: str, operands: Sequence[int]) -> list[int]:
-        """Reads a function, and returns the positions of its results."""
+        """Reads a function, and returns the positions of its results.
+
+        `operands` are the positions of its arguments.
+        """
         (block,) = functions[function].regions[0].blocks
         positions = dict(zip(block.arguments, operands, strict=True))
         for op in block.operations:
@@ -180,7 +189,7 @@ def _aval(value: Any) -> jax.core.ShapedArray:
 
 
 def _alias(attribute: ir.Attribute) -> tuple[int, int]:
-    """Returns the position of an operand that is overwritten, and of its result."""
+    """Returns the positions of an overwritten operand and of the result there."""
     alias = stablehlo.OutputOperandAlias(attribute)
     # JAX writes no position if there is only one result.
     (result,) = alias.output_tuple_indices or [0]
@@ -188,7 +197,7 @@ def _alias(attribute: ir.Attribute) -> tuple[int, int]:
 
 
 def _config(config: ir.DictAttr) -> dict[str, bytes | bool]:
-    """Returns the kernel, its hash and flags, without what differs in equal kernels."""
+    """Returns the kernel without locations and counted names, its hash, and flags."""
     attributes = {entry.name: entry.attr for entry in config}
     if attributes.keys() != _FLAGS | {"kernel_hash", "module"}:
         raise UnexpectedError(f"a kernel has attributes {sorted(attributes)}")
@@ -221,14 +230,17 @@ def _stripped(kernel: bytes, context: ir.Context) -> bytes:
 
 
 def viewed(x: jax.Array, like: Any) -> jax.Array:
-    """Reinterprets an array with the shape of `like`, and its dtype of equal size."""
+    """Reinterprets an array's memory with the shape and the dtype of `like`."""
     if x.dtype != like.dtype:
         x = lax.bitcast_convert_type(x, like.dtype)
     return x if x.shape == like.shape else x.reshape(like.shape)
 
 
 def _viewed_in(ctx: Any, value: Any, aval: Any, like: Any) -> Any:
-    """Writes a `viewed` array into the module that is being lowered."""
+    """Writes `viewed(value, like)` into the module that is being lowered.
+
+    `aval` is the type of `value`. Returns the new value.
+    """
     if (aval.shape, aval.dtype) == (like.shape, like.dtype):
         return value
     rule = mlir.lower_fun(lambda x: viewed(x, like), multiple_results=False)

@@ -8,7 +8,7 @@ from pallas_kernels.dispatch import stand_ins
 
 
 def default_device() -> jax.Device:
-    """Returns the device that programs run on if their arrays say nothing else.
+    """Returns the device that programs run on unless their arrays are elsewhere.
 
     `jax.default_device` chooses it for the programs that are traced in its context.
     """

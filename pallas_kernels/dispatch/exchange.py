@@ -35,7 +35,7 @@ def ready(number: Array, x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Ready:
-    """The operation of `ready`, on each device's own part."""
+    """The operation that `ready` runs on each device's own part of arrays."""
 
     name: ClassVar[str] = "ready"
 
@@ -54,7 +54,7 @@ class _Ready:
 
 @dataclasses.dataclass(frozen=True)
 class _Total:
-    """The operation of `total`: a sum of each device's own part, then over devices."""
+    """The operation that `total` runs: devices add up their parts, then their sums."""
 
     name: ClassVar[str] = "total"
 

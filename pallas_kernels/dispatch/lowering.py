@@ -1,16 +1,16 @@
 """Kernels that are lowered once in a process, wherever a program calls them.
 
 JAX lowers a Pallas kernel again for every program, and on a mesh again for every call:
-XLA's partitioner lowers each partitioned operation by itself. This takes 0.3 s of
-Python. Here a kernel is one primitive of the traced program. Its first lowering keeps
-the custom call that Pallas emits, and all later ones emit the same custom call again.
+XLA's partitioner lowers each partitioned operation by itself. Each lowering takes 0.3 s
+of Python. Here a kernel is one primitive of the traced program. Its first lowering
+keeps the custom call that Pallas emits, and all later lowerings emit it again.
 
 The kernel in a custom call is MLIR's bytecode with a hash. XLA assembles kernels of the
 same hash once. So line numbers, paths, and JAX's count of kernels, which differ between
 equal kernels and between checkouts, are removed from the bytecode. Profiles show the
 names of kernels, but no source lines.
 
-Nothing documented says how Pallas emits custom calls. A kernel in a form that is not
+It is not documented how Pallas emits custom calls. A kernel in a form that is not
 expected here is lowered in JAX's own way, with one warning.
 """
 
@@ -123,13 +123,13 @@ def once(launch: Callable, name: str) -> Callable:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Traces and lowers for the arrays of one device, with indices of 32 bits."""
+    """Makes JAX trace and lower for one device in this context, with 32-bit indices."""
     with array_types.alone(), jax.enable_x64(False):
         yield
 
 
 def _is_interpreted(jaxpr: core.Jaxpr) -> bool:
-    """Returns whether a program has a kernel that is interpreted."""
+    """Returns whether a program has a kernel in Pallas's interpret mode."""
     return any(
         eqn.params.get("interpret")
         or any(map(_is_interpreted, versions.bodies_in_params(eqn.params)))
@@ -145,7 +145,7 @@ def _lower_again(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any
 
 
 def _lower_elsewhere(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:
-    """Lowers a launch for another device than a GPU, if nothing in it is a kernel.
+    """Lowers a launch without kernels for a device that is not a GPU.
 
     Raises:
       ValueError: If the launch has a kernel.
@@ -173,7 +173,10 @@ def _lower_once(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:
 def _batched(
     operands: Sequence[Any], axes: Sequence[Any], *, launch: _Launch, results: Any
 ) -> Any:
-    """Runs a launch under `vmap`, for which Pallas adds an axis to kernels' grids."""
+    """Returns the results of a launch under `vmap`, and the axes that are mapped.
+
+    Pallas adds an axis to the kernels' grids.
+    """
     mapped = jax.vmap(launch.of_types(results), in_axes=tuple(axes))
     results = once(mapped, launch.name)(*operands)
     return results, [0] * len(results)
@@ -182,8 +185,8 @@ def _batched(
 def _kernel_primitive() -> core.Primitive:
     """Returns the primitive that runs a launch.
 
-    Its parameter `results` has the types of the results, or is None if these are the
-    launch's own. Operands may have other types than the launch's, too.
+    Its parameter `results` has the types of the results; None means the types that the
+    launch itself returns. Operands, too, may differ in type from the launch's operands.
     """
     primitive = core.Primitive("kernel")
     primitive.multiple_results = True

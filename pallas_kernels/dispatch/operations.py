@@ -103,8 +103,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def counted() -> contextlib.AbstractContextManager[None]:
     """Returns a context manager under which `explain` sees calls in traced functions.
 
-    Otherwise it would miss calls in jitted functions that JAX has traced before. The
-    context manager does nothing unless `explain` is tracing a function.
+    Without it, `explain` would miss calls in jitted functions that JAX has traced
+    before. The context manager does nothing unless `explain` is tracing a function.
     """
     return contextlib.nullcontext() if _made.get() is None else traced_anew()
 
@@ -128,12 +128,12 @@ class Operation(abc.ABC):
     """An operation: its definition in jnp, its kernel, and the axes of its arrays.
 
     Subclasses are frozen dataclasses of the operation's static parameters. All methods
-    take the same arrays, and some may be None.
+    take the same arrays. Optional arrays may be None.
 
     Attributes:
       name: The operation's name.
-      fast_in_xla: Whether XLA is about as fast as the kernel, as for matmuls that it
-        runs in cuBLASLt. Nothing warns if such a kernel cannot run.
+      fast_in_xla: Whether XLA is about as fast as the kernel, as for matmuls that XLA
+        runs in cuBLASLt. There is then no warning if the kernel cannot run.
     """
 
     name: str
@@ -209,20 +209,23 @@ class Operation(abc.ABC):
 
 
 class OfParts(Operation):
-    """An operation without a kernel, of which each device computes its own part."""
+    """An operation without a kernel: each device computes its own part in jnp."""
 
     def kernel(self, *arrays: Any) -> Any:
         """Computes the operation in jnp."""
         return self.reference(*arrays)
 
     def obstacle(self, *arrays: Any) -> None:
-        """Returns None, because jnp computes any arrays."""
+        """Returns None, because jnp can compute with all arrays."""
 
 
 def _choose(
     operation: Operation, arrays: tuple, implementation: Implementation | None
 ) -> Implementation:
-    """Chooses the named implementation, or else the fastest that can run."""
+    """Chooses the named implementation, or else the fastest that can run.
+
+    The choice is recorded if `explain` is tracing a function.
+    """
     if implementation not in (None, "mosaic", "reference"):
         raise ValueError(
             f"implementations are 'mosaic' and 'reference', got {implementation!r}"
@@ -249,7 +252,7 @@ def _choose(
 
 
 def _warn(operation: Operation, arrays: tuple, obstacle: str) -> None:
-    """Warns once that XLA computes large arrays that the kernel cannot take."""
+    """Warns once if XLA computes with large arrays, and more slowly than the kernel."""
     largest = max((x.size for x in jax.tree.leaves(arrays)), default=0)
     if largest >= _LARGE and not operation.fast_in_xla:
         of = " ".join(_described(arrays))
@@ -259,7 +262,7 @@ def _warn(operation: Operation, arrays: tuple, obstacle: str) -> None:
 
 
 def _against_kernels(arrays: tuple) -> list[str]:
-    """Returns the reasons why no kernel runs by default; an empty list if they can."""
+    """Returns the reasons why no kernel runs by default; [] if kernels can run."""
     if not devices.has_hopper():
         device = devices.default_device()
         capability = getattr(device, "compute_capability", None)

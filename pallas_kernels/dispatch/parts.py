@@ -1,7 +1,7 @@
-"""Parts of an operation's arrays, on which each device computes.
+"""The parts of an operation's arrays that each device computes with.
 
-The names of the arrays' axes say which mesh axes may split them, which parts a device
-gathers first, and how results are added up or reduced.
+The names of the arrays' axes determine which mesh axes may split the arrays, which
+parts a device gathers first, and how devices' results are added up or reduced.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ Specs = Sequence[Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """An operation and the axes of all arrays that one call takes and returns.
+    """An operation, and the axes of all arrays that one call takes and returns.
 
     Attributes:
       operation: The operation that is called.
@@ -68,7 +68,15 @@ class Call:
         operand_specs: Specs,
         result_specs: Specs,
     ) -> Any:
-        """Computes one device's part of the results from its parts of the arrays."""
+        """Computes one device's part of the results from its parts of the arrays.
+
+        Args:
+          arrays: The device's parts of the operands.
+          mesh: The mesh.
+          split: The mesh axes over which each named axis is split.
+          operand_specs: The partition specs of the operands.
+          result_specs: The partition specs that are requested for the results.
+        """
         # The arrays are one device's parts, to which no mesh applies. Sums over devices
         # would be on the axes of `jax.set_mesh`, if these are explicit.
         with alone(mesh.abstract_mesh.abstract_device):
@@ -117,7 +125,8 @@ class Call:
         Args:
           sizes: The sizes of the mesh's axes.
           shapes: The shapes of operands and results.
-          specs: Their partition specs; unknown ones may be missing at the end.
+          specs: The partition specs of operands and results. Specs at the end may be
+            missing if they are not known.
         """
         unsplit = self._whole()
         lengths, requested = self._lengths(shapes), {}
@@ -142,6 +151,11 @@ class Call:
         """Returns the partition specs of operands or results.
 
         A sum over devices is reduce-scattered if the requested spec splits it.
+
+        Args:
+          arrays: The axes of each operand, or of each result.
+          split: The mesh axes over which each named axis is split.
+          requested: The partition specs that are requested for the arrays.
         """
         specs = []
         for j, axes in enumerate(arrays):
@@ -176,9 +190,9 @@ class Call:
     def without_cuts(self, run: Callable, arrays: tuple, out: Any) -> Callable:
         """Wraps `run(arrays)` so that XLA splits no axis over a part of a mesh axis.
 
-        XLA would do so where a reshape makes the axis from a longer one, such as an
-        axis of two heads from columns that four devices split. JAX cannot express such
-        a sharding, and fails to compile.
+        XLA would do so where a reshape makes a short axis out of a long one, such as an
+        axis of two heads out of columns that four devices split. JAX cannot express
+        this sharding, and fails to compile.
 
         Args:
           run: A function of arrays on automatic mesh axes.
@@ -262,7 +276,18 @@ def leaves_of(tree: Any, axes: Any) -> Iterable[Axes]:
 
 
 def _uncut(x: Array, axes: Axes, cut: Collection[str], mesh: AbstractMesh) -> Array:
-    """Constrains an array so that its axes with names in `cut` are whole."""
+    """Returns `x` with a sharding constraint under which no axis in `cut` is split.
+
+    Axes named "_" are not split either, except for the last axis of a gathered array.
+    XLA chooses how the other axes are split. Arrays without an axis in `cut` stay as
+    they are.
+
+    Args:
+      x: The array.
+      axes: The names of its axes.
+      cut: The names of axes not to split.
+      mesh: The mesh.
+    """
     firsts = [names[0] for names in axes.merged]
     if axes.own or cut.isdisjoint(firsts):
         return x
@@ -273,14 +298,17 @@ def _uncut(x: Array, axes: Axes, cut: Collection[str], mesh: AbstractMesh) -> Ar
 
 
 def _amax(x: Array, axes: Axes) -> Array:
-    """Reduces the unnamed axes of an array to their amax, one element on each axis."""
+    """Computes the amax over the unnamed axes of an array; each keeps one element."""
     named = sum(name != "_" for (name, *_) in axes.merged)
     unnamed = tuple(range(named, x.ndim))
     return magnitude(x, unnamed).reshape(*x.shape[:named], *(1 for _ in unnamed))
 
 
 def _further(axes: Axes, split: Mapping, spec: Sequence) -> tuple[str, ...]:
-    """Returns mesh axes that split an array's last axis in addition to its name's."""
+    """Returns the mesh axes in `spec` that split the last axis further than `split`.
+
+    Returns () if there are none, or if they cannot be added to the axes in `split`.
+    """
     if len(spec) < len(axes.merged) or not spec[-1]:
         return ()
     *leading, last = [split.get(names[0], ()) for names in axes.merged]
@@ -292,7 +320,10 @@ def _further(axes: Axes, split: Mapping, spec: Sequence) -> tuple[str, ...]:
 
 
 def _scattered(spec: list, axes: Axes, split: Mapping, requested: Sequence) -> list:
-    """Returns the spec of a sum that is reduce-scattered to the result's sharding."""
+    """Returns the spec of a sum after it is reduce-scattered as `requested`.
+
+    Returns `spec` itself if the sum cannot be scattered like that.
+    """
     summed = _missing(axes, split)
     for j, parts in enumerate(requested):
         if parts and not spec[j] and set(axis_names(parts)) <= set(summed):
@@ -301,7 +332,7 @@ def _scattered(spec: list, axes: Axes, split: Mapping, requested: Sequence) -> l
 
 
 def _missing(axes: Axes, split: Mapping) -> tuple[str, ...]:
-    """Returns the mesh axes that split operands but not this result."""
+    """Returns the mesh axes that split other arrays, but not an array with `axes`."""
     names_of_result = {names[0] for names in axes.merged}
     return tuple(
         x for name, parts in split.items() if name not in names_of_result for x in parts

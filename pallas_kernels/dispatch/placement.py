@@ -1,11 +1,11 @@
-"""Runs kernels on the parts of arrays that are spread over the devices of a mesh.
+"""Runs kernels on the parts of arrays that are sharded over the devices of a mesh.
 
 XLA partitions jnp operations like their arrays, but cannot look into a kernel: it would
 gather the operands on every device. An operation therefore names the axes of its
 arrays, such as "b s k" and "n k" for a matmul. The names determine which axes may be
-split, what each device computes on its part, and which results are summed. Whether
-arrays are spread at all is written in their types. The number of devices of the process
-says nothing about that.
+split, what each device computes on its part, and which results are summed. The types of
+arrays say whether they are sharded at all. The number of devices of the process does
+not.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
 
     Args:
       operation: An `operations.Operation`.
-      *arrays: Its arrays, spread over a mesh that is not manual, or of types that do
-        not tell whether XLA splits them over devices.
+      *arrays: Its arrays, which are sharded over a mesh that is not manual, or have
+        types that do not tell whether XLA shards them.
     """
 
     @jax.custom_batching.custom_vmap
@@ -128,7 +128,7 @@ class _Mapped:
 
 
 def in_jnp(operation: Any, *arrays: Any) -> Any:
-    """Runs an operation's definition in jnp on arrays spread over explicit axes."""
+    """Runs an operation's reference in jnp on arrays with explicit mesh axes."""
     call, out = Call.of(operation, arrays)
     return call.on_explicit_axes(call.reference, arrays, out)
 
@@ -199,7 +199,10 @@ def operation_of(params: Mapping[str, Any]) -> str | None:
 
 
 def _work_of(program: core.Jaxpr) -> Iterator[str | None]:
-    """Yields the operations of this package in a program, and None for other work."""
+    """Yields the name of each operation of this package in a program.
+
+    Yields None for each other equation that does more than change an array's view.
+    """
     for eqn in program.eqns:
         if eqn.primitive.name == "jit":
             for body in versions.bodies_in_params(eqn.params):

@@ -27,7 +27,7 @@ _traces = itertools.count()
 def for_hopper() -> Iterator[None]:
     """Traces functions in this context as for a Hopper GPU, with stand-ins.
 
-    They are traced anew, because a trace with stand-ins must not run.
+    All functions are traced anew, because a trace with stand-ins must not run.
     """
     token = active.set(True)
     try:

@@ -60,7 +60,7 @@ class _Step:
         return self.eqn.primitive.name
 
     def run(self, operands: Sequence[Any], types: Sequence[Any]) -> Sequence[Any]:
-        """Runs the operation; if it is a kernel, its results get these types."""
+        """Runs the operation; if it is a kernel, its results have the given `types`."""
         bound = self.eqn.primitive.get_bind_params(self.eqn.params)
         functions, params = bound if isinstance(bound, tuple) else ((), bound)
         if self.name == lowering.KERNEL.name:
@@ -73,7 +73,7 @@ class _Step:
 def without_reshapes(fn: Callable) -> Callable:
     """Wraps `fn`, so that its kernels take arrays without reshapes before and after.
 
-    Results are the same. `fn` takes and returns trees of arrays.
+    The results do not change. `fn` takes and returns trees of arrays.
     """
 
     def run(*args):
@@ -117,7 +117,8 @@ def _inlined(
 ) -> Iterator[Any]:
     """Appends the operations of a program to `steps`, and yields the results.
 
-    Calls are inlined, and reshapes become `_Value`s of other arrays instead of steps.
+    Calls are inlined. The result of a reshape is a `_Value` that refers to the reshaped
+    array; there is no step for it.
     """
     names = (*jaxpr.constvars, *jaxpr.invars)
     values = dict(zip(names, arguments, strict=True))

@@ -72,7 +72,7 @@ def encode(x: Array, scale: Array, dtype: DTypeLike) -> Array:
 
 
 def saturated(x: Array, dtype: DTypeLike) -> Array:
-    """Returns `x` rounded to codes; larger magnitudes become the largest code's."""
+    """Returns `x` rounded to codes, and clipped to the range of codes of `dtype`."""
     if not _saturates():
         x = jnp.clip(x, -code_max(dtype), code_max(dtype))
     return x.astype(dtype)
@@ -114,7 +114,10 @@ def scale_of_bits(bits: Array, dtype: DTypeLike) -> Array:
 
 
 def rounded(bits: Array) -> Array:
-    """Rounds float32 bits to bfloat16, to nearest even; the numbers are not NaN."""
+    """Rounds float32 numbers, given as bits, to the nearest bfloat16, ties to even.
+
+    Returns the float32 bits of the rounded numbers, which must not be NaN.
+    """
     even = (bits >> jnp.uint32(16)) & jnp.uint32(1)
     return (bits + (jnp.uint32(0x7FFF) + even)) & jnp.uint32(0xFFFF0000)
 

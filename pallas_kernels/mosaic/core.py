@@ -24,13 +24,13 @@ def kernel(body: Callable, *, kernel_name: str, **options: Any) -> Callable:
 
 
 def by_lanes(*, approx_math: bool = False) -> plgpu.CompilerParams:
-    """Returns the parameters of a kernel that loads from no memory that it stores to.
+    """Returns the parameters of a kernel that never loads from memory it stores to.
 
-    It is written for single lanes, and Mosaic adds no barriers between them.
+    The kernel is written for single lanes, and Mosaic adds no barriers between them.
 
     Args:
-      approx_math: Whether transcendental functions may be approximate. Quantization has
-        none.
+      approx_math: Whether transcendental functions may be approximate. Quantization
+        uses no transcendental functions.
     """
     return plgpu.CompilerParams(
         approx_math=approx_math,

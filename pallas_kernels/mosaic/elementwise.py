@@ -1,4 +1,4 @@
-"""The engine of elementwise kernels: every array is read once and written once.
+"""The engine of elementwise kernels, which read inputs and write outputs once.
 
 Arrays are viewed as [rows, parts, groups, group]. A thread block reads a few strips of
 them, applies a function to each strip in float32 registers, and encodes the results.
@@ -77,7 +77,7 @@ def run(
       sums: Whether to return sums of rows, in as many parts as the kernel chooses.
       group: The number of elements of a group, in operands and values.
       parts: The number of parts of the values.
-      apart: Whether each part has outputs of its own, instead of all in one array.
+      apart: Whether each part has outputs of its own. Otherwise all parts share them.
       tuning: Tile sizes; None means the default.
 
     Returns:
@@ -240,7 +240,7 @@ def tile_of(dtype: DTypeLike, walk: Walk) -> Any:
 
 
 class Stages(NamedTuple):
-    """Tiles of all operands in shared memory."""
+    """Tiles of all operands in shared memory, and the barrier for copies to them."""
 
     tiles: Any  # A list per operand with a tile per part; empty for scalars.
     barrier: Any
@@ -304,7 +304,10 @@ class Stages(NamedTuple):
         return [functools.partial(strips, j) for j in range(walk.strips)]
 
     def _copy(self, arrays: Any, row: Any, columns: Any, to: Any = slice(None)) -> None:
-        """Starts the copies of arrays' rows and columns to the rows `to` of tiles."""
+        """Starts the copies of arrays' rows and columns to the rows `to` of tiles.
+
+        `row` is the index of one row, or a slice.
+        """
         for x, tiles in zip(arrays, self.tiles, strict=True):
             for i, tile in enumerate(tiles):
                 part = x.at[row, i, columns]
@@ -330,7 +333,7 @@ def _of_rows(ref: Any, shape: tuple[int, int]) -> Array:
 
 
 def _scales(ref: Any, start: Array, walk: Walk) -> list[Array]:
-    """Returns the scales of a tile's strips: in each strip one row's scale per lane."""
+    """Returns the scales of each strip of a tile; each lane has its row's scale."""
     count = walk.columns
     # Neighbouring lanes read different rows, far apart in memory. So each lane reads as
     # many scales at once as alignment allows.

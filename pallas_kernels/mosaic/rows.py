@@ -39,7 +39,7 @@ class Tuning:
         short.
       sms: The number of multiprocessors.
       params: The longest row for which parameters stay in registers.
-      held: The longest row that backward holds in registers.
+      held: The longest row that the backward kernel holds in registers.
       sums: The most sums of parameter gradients that a lane holds in registers; the
         others are in shared memory.
     """
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 
 class Params(NamedTuple):
-    """Parameters of the parts of rows: arrays [parts * n / 16, 16], or refs."""
+    """A weight and a bias for each part of the rows: [parts * n / 16, 16], or refs."""
 
     weight: Any = None
     bias: Any = None
@@ -102,7 +102,10 @@ class Row:
     def load(
         self, ref: Any, tile: int, factor: Array | None = None, first: int = 0
     ) -> Array:
-        """Loads a `tile` of `ref` in float32, and multiplies it by `factor`."""
+        """Loads a `tile` of `ref` in float32, and multiplies it by `factor`.
+
+        `ref` begins at the row's tile `first`.
+        """
 
         def load(ref):
             x, layout = self.tile(ref, tile, first), strip_layout(self.shape(tile))
@@ -135,7 +138,10 @@ class Norm(Row):
     eps: float
 
     def mean(self, x: Callable[[int], Array]) -> Array | float:
-        """Returns the mean that the norm subtracts from a row: 0 for RMSNorm."""
+        """Returns the mean that the norm subtracts from a row: 0 for RMSNorm.
+
+        `x` is a function that returns the tile of each index.
+        """
         return self.average(map(x, self.tiles)) if self.kind == "layer" else 0.0
 
     def centered(self, x: Array, mean: Array | float) -> Array:
@@ -175,6 +181,11 @@ def reduced(combine: Callable, reduce: Callable, tiles: Iterable[Any]) -> Any:
 
     Tiles of the same shape are combined elementwise first, so that only one tile per
     shape is reduced across lanes.
+
+    Args:
+      combine: A function that combines two arrays elementwise, such as `jnp.add`.
+      reduce: The reduction of an array along an axis, such as `jnp.sum`.
+      tiles: The tiles of a row, or trees of tiles.
     """
     shapes: dict[tuple[int, ...], Any] = {}
     for tile in tiles:
@@ -276,7 +287,10 @@ class Share:
         return None if ref is None else self.row(ref, self._cta[0])
 
     def launch(self, name, kernel, outputs, *arrays, scratch=()):
-        """Runs `kernel(*refs of arrays, refs of outputs, *scratch)` in each block."""
+        """Runs a kernel in each thread block, and returns the outputs.
+
+        The kernel takes refs of `arrays`, refs of `outputs`, and the `scratch` memory.
+        """
         (out,) = mosaic.kernel(
             kernel,
             out_type=(outputs,),

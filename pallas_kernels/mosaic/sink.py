@@ -16,7 +16,7 @@ from pallas_kernels.numerics import GROUP, normal
 
 
 class Encoded(NamedTuple):
-    """Outputs of a kernel: arrays or refs, or None for outputs not asked for."""
+    """Outputs of a kernel: arrays or refs; None for outputs that are not requested."""
 
     wide: Any = None  # [rows, parts, n]
     groups: Any = None  # Codes [rows, parts, n], scales [rows, parts, n / group].

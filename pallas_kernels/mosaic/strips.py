@@ -69,7 +69,7 @@ class Encoding:
 
 
 class Blocks(NamedTuple):
-    """Blocks of 128 rows that begin at any rows. Their transposes lie side by side.
+    """Blocks of 128 rows that begin at any rows; their transposes are side by side.
 
     Blocks may overlap. What kernels write for a row must not depend on its block.
 
@@ -100,7 +100,7 @@ class Walk:
       group: The number of elements of a group.
       strip_rows: The number of rows of a strip.
       strip_groups: The number of groups in each row of a strip.
-      strips: The number of strips of a thread block, which lie side by side.
+      strips: The number of strips of a thread block, which are side by side.
       blocks: The number of `Blocks` of rows, or None if rows are read in their order.
     """
 
@@ -120,7 +120,10 @@ class Walk:
         tuning: Tuning,
         blocks: int | None = None,
     ) -> "Walk":
-        """Chooses the strips for arrays of `shape`, [rows, parts, groups, group]."""
+        """Chooses the strips for arrays of `shape`, [rows, parts, groups, group].
+
+        `blocks` is the number of `Blocks`, or None if rows are read in their order.
+        """
         rows, parts, groups, group = shape
         strips = max(tuning.elements // _VECTOR, 1)
         strip_rows, strip_groups = _ROWS, _ROW_GROUPS
@@ -183,7 +186,7 @@ class Walk:
         return lax.div(cta, self.across) * self.strip_rows
 
     def indices(self, cta: Array, blocks: Blocks | None = None) -> list[Callable]:
-        """Returns a function for each strip, from a part to the strip's array index."""
+        """Returns a function for each strip that maps a part to the strip's index."""
         row, first = self.start(cta, blocks)
 
         def place(i, group):

@@ -1,1 +1,1 @@
-"""The operations, one folder each: public functions, reference in jnp, kernel."""
+"""The operations: one folder each with public functions, references and kernels."""

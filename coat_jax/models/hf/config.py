@@ -152,7 +152,7 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _size_key(family: Family) -> str:
-    """Returns the key in config.json of the MLP's, or an expert's, hidden size."""
+    """Returns the key in config.json of the hidden size of the MLP or of an expert."""
     names = family.experts
     return "intermediate_size" if names is None else names.intermediate_size
 
@@ -212,7 +212,7 @@ def _gate(keys: _Keys, family: Family) -> str:
 
 
 def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
-    """Returns the fields of RoPE, from either spelling."""
+    """Returns the fields of RoPE, from keys in their old or new spelling."""
     new, local = keys.get("rope_parameters", {}), None
     has_local = "rope_local_base_freq" in family.defaults
     if not isinstance(new, dict):
@@ -256,7 +256,7 @@ def _scaling(values: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def _windows(keys: _Keys, family: Family, num_layers: int) -> dict[str, Any]:
-    """Returns the fields `window` and `local_layers`, except fields with defaults."""
+    """Returns the fields `window` and `local_layers`, if they are not the defaults."""
     kinds = keys.get("layer_types")
     if family.model_type in ("llama", "olmo2"):
         if kinds is not None and set(kinds) != {"full_attention"}:
@@ -402,9 +402,9 @@ def _scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def _rounded(number: float) -> float | int:
-    """Returns the nearest integer if `number` equals it but for rounding errors.
+    """Returns the nearest integer if `number` differs from it by rounding errors only.
 
-    Otherwise it returns `number`.
+    If the difference is larger, it returns `number`.
     """
     nearest = round(number)
     return nearest if math.isclose(number, nearest, rel_tol=1e-12) else number

@@ -12,7 +12,7 @@ k key heads, heads of size d and a layer i, where tensors begin with `model.laye
 | `layers/qkv` [(n + 2 k) d, h] | for each key head j in turn: n / k * d rows of |
 | | `self_attn.q_proj.weight`, then d rows of `self_attn.k_proj.weight`, then d rows |
 | | of `self_attn.v_proj.weight`, each beginning at row j times their number |
-| `layers/qkv_bias` [(n + 2 k) d] | the same of `self_attn.{q,k,v}_proj.bias` |
+| `layers/qkv_bias` [(n + 2 k) d] | the same rows of `self_attn.{q,k,v}_proj.bias` |
 | `layers/out` [h, n d] | `self_attn.o_proj.weight` |
 | `layers/gate_up` [2, f, h] | `mlp.gate_proj.weight`, then `mlp.up_proj.weight` |
 | `layers/down` [h, f] | `mlp.down_proj.weight` |
@@ -24,8 +24,9 @@ k key heads, heads of size d and a layer i, where tensors begin with `model.laye
 | | places `pre_feedforward_layernorm.weight` |
 | `layers/mlp_out_norm` [h] | `post_feedforward_layernorm.weight` |
 
-With e experts there are in the MLP's place, for Qwen3-MoE (Mixtral has
-`block_sparse_moe` for `mlp`, and `w1`, `w3` and `w2` for the three matrices):
+With e experts, a layer has these parameters in place of the MLP's. The names are from
+Qwen3-MoE. Mixtral has `block_sparse_moe` for `mlp`, and `w1`, `w3` and `w2` for the
+three matrices:
 
 | Parameter | Rows |
 | --- | --- |
@@ -34,8 +35,9 @@ With e experts there are in the MLP's place, for Qwen3-MoE (Mixtral has
 | | `mlp.experts.{j}.gate_proj.weight`, then `mlp.experts.{j}.up_proj.weight` |
 | `layers/down` [e, h, f] | `mlp.experts.{j}.down_proj.weight` for each j in turn |
 
-All values equal the tensors' values, to the bit. RoPE pairs the two halves of a head
-here as in `transformers`, so that rows within a head keep their order.
+Unless they are dequantized or cast, values equal the tensors' values, to the bit. RoPE
+pairs the two halves of a head here as in `transformers`, so that rows within a head
+keep their order.
 """
 
 import dataclasses
@@ -209,7 +211,7 @@ def _all_rows(count: int, *tensors: str) -> tuple[Rows, ...]:
 
 
 def _norms(config: LlamaConfig) -> dict[str, str]:
-    """Returns the names of tensors of a layer's norms, by the names of parameters."""
+    """Returns a dict from the name of each norm of a layer to its tensor's name."""
     after_attention, after_mlp = (
         "post_attention_layernorm",
         "post_feedforward_layernorm",
@@ -224,7 +226,7 @@ def _norms(config: LlamaConfig) -> dict[str, str]:
 
 
 def _heads(config: LlamaConfig, d: int, kind: str) -> Iterator[Rows]:
-    """Yields the rows of queries, keys and values in the order of `parts.Heads`."""
+    """Yields the rows of queries, keys and values, key head by key head."""
     queries = config.num_heads // config.num_kv_heads * d
     for j in range(config.num_kv_heads):
         for name, count in (("q", queries), ("k", d), ("v", d)):

@@ -65,9 +65,9 @@ def load(
       param_dtype: The dtype of the parameters; None means each tensor's dtype.
 
     Raises:
-      ValueError: If the architecture is unknown, a value of config.json is not one that
-        the decoder computes, a tensor is missing, unknown, or of another shape or
-        dtype, a file breaks a rule of its format, or a link leads out of the folder.
+      ValueError: If the architecture is unknown, a value of config.json is not
+        supported, a tensor is missing, unknown, or of another shape or dtype, a file
+        breaks a rule of its format, or a link leads out of the folder.
 
     Examples:
       >>> import pathlib, tempfile

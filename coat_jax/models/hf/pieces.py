@@ -67,10 +67,11 @@ class Pieces:
 
     @cached_property
     def piece(self) -> tuple[int, ...]:
-        """The shape of a piece in one shard: ones, a number of entries, whole axes.
+        """The shape of a piece in one shard.
 
-        In all different shards of a process together, a piece has at most `PIECE` bytes
-        or one row of each shard.
+        A piece has one entry along the first axes, some entries along the next axis,
+        and all entries along the others. In all different shards of a process together,
+        it has at most `PIECE` bytes or one row of each shard.
         """
         # The first axis with entries that are small enough is cut.
         limit = PIECE // self._most_shards // self.target.dtype.itemsize

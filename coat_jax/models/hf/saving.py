@@ -111,7 +111,7 @@ def _unquantized(model: Llama) -> list[str]:
 
 
 def _is_empty(folder: Path) -> bool:
-    """Returns whether a folder has nothing but what an interrupted call has left."""
+    """Returns whether a folder is empty, except for files of an interrupted `save`."""
     return all(path.name == _INCOMPLETE for path in folder.iterdir())
 
 
@@ -173,7 +173,7 @@ class _Tensor:
 
 
 def _params(model: Llama) -> dict[str, Array]:
-    """Returns the parameters by their paths."""
+    """Returns a dict from the paths of parameters to their arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
     names = (jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in leaves)
     arrays = (array for _, array in leaves)
@@ -217,7 +217,7 @@ def _kinds(
 
 
 class _Latest:
-    """A cache of the last parameter on the host, for all tensors in it."""
+    """A cache of the last parameter on the host, since it may make several tensors."""
 
     def __init__(self) -> None:
         self._key: tuple[str, int] | None = None

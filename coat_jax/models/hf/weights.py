@@ -59,7 +59,7 @@ class Weights:
     def read(
         self, parameter: Parameter, layer: int, index: Sequence[range], out: np.ndarray
     ) -> None:
-        """Reads a part of a parameter, or of one layer's, and converts it.
+        """Reads a part of a parameter into `out`, converted to the dtype of `out`.
 
         Args:
           parameter: The parameter to read.
@@ -84,7 +84,7 @@ class Weights:
         columns: Sequence[range],
         out: np.ndarray,
     ) -> None:
-        """Reads some rows of a parameter, gathered from its tensors."""
+        """Reads some rows and columns of a parameter from its tensors into `out`."""
         first = 0
         for piece in parameter.rows:
             start = max(rows.start - first, 0)
@@ -100,7 +100,10 @@ class Weights:
     def _read_tensor(
         self, name: str, rows: range, columns: Sequence[range], out: np.ndarray
     ) -> None:
-        """Reads a part of a tensor, directly into `out` if no conversion is needed."""
+        """Reads some rows and columns of a tensor into `out`, converted to its dtype.
+
+        If no conversion is needed, they are read directly into `out`.
+        """
         entry = self._folder.tensors[name]
         whole = entry.shape[1:] == tuple(map(len, columns))
         if whole and entry.dtype == out.dtype and entry.dtype in _WIDE:

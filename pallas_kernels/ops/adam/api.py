@@ -172,7 +172,7 @@ class _Seeds(NamedTuple):
 
 
 def _reads_stacks(grads: Array, params: Array | None) -> bool:
-    """Returns whether the kernel can take a layer out of stacks by itself.
+    """Returns whether the kernel can read and write a layer within stacks of layers.
 
     The copy engine needs addresses that are multiples of 16 bytes, also for exponents.
     """
@@ -266,7 +266,22 @@ def _mosaic(scalars, grads, moments, params, seeds, tuning):
 
 
 def _whole_groups(scalars, grads, moments, params, seeds, tuning, view, layer=None):
-    """Computes the step of all whole groups, on arrays reshaped to `view`."""
+    """Computes the step of all complete groups, on arrays reshaped to `view`.
+
+    Args:
+      scalars: The factors of the step.
+      grads: The gradients.
+      moments: The moments.
+      params: The parameters, or None.
+      seeds: The `_Seeds` of random bits.
+      tuning: Settings of the kernel.
+      view: The shape: [groups, width], or rows [rows, n] of several groups.
+      layer: The index of the layer, if parameters and moments are stacks of layers.
+
+    Returns:
+      The parameters or the update, and the moments. In rows [rows, n] a short last
+      group is left unchanged.
+    """
     groups, strides = moments.mu_scale.shape, seeds.strides
     groups, per_group = (*grads.shape[:1], *groups[1:]), (-1,)
     if view[1] > GROUP:
@@ -303,7 +318,20 @@ def _whole_groups(scalars, grads, moments, params, seeds, tuning, view, layer=No
 
 
 def _with_last_group(scalars, grads, moments, params, seeds, tuning, result):
-    """Computes the step of the short last group of each row, after all whole groups."""
+    """Computes the step of the short last group of each row, after all others.
+
+    Args:
+      scalars: The factors of the step.
+      grads: The gradients.
+      moments: The moments, after the step of all complete groups.
+      params: The parameters, or None.
+      seeds: The `_Seeds` of random bits.
+      tuning: Settings of the kernel.
+      result: The parameters or the update, after the step of all complete groups.
+
+    Returns:
+      `result` and `moments` with the last groups' step.
+    """
     start = grads.shape[-1] // GROUP * GROUP
     starts = Moments(start, start // GROUP, start, start // GROUP, start // GROUP)
     last = Moments(*(x[..., j:] for x, j in zip(moments, starts, strict=True)))

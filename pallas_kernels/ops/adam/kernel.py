@@ -51,7 +51,7 @@ class Tuning:
 
     @property
     def rows(self) -> int:
-        """The number of rows, which are groups, of a step."""
+        """The number of rows of a step; each row is one group."""
         return self.warpgroups * TALL
 
 
@@ -67,14 +67,23 @@ def run(
     factors: Array,
     tuning: Tuning,
 ) -> State:
-    """Updates parameters and moments in place; their refs are the kernel's outputs.
+    """Updates parameters and moments in place, and returns them.
 
-    Arrays are [groups, width], with per-group numbers [groups]. Otherwise they are
-    [rows, n], with per-group numbers [rows, ceil(n / 128)], and a short last group of
-    each row is left unchanged.
+    Arrays of elements have one of two shapes. With the shape [groups, width], where
+    width is at most 128, arrays with a number per group have the shape [groups]. With
+    rows [rows, n] of n > 128 elements they have the shape [rows, ceil(n / 128)], and a
+    short last group of each row is left unchanged.
 
-    With `first`, parameters and moments are stacks of layers, which have more groups
-    than the gradients: the layer's groups begin at the row `first`.
+    Args:
+      step: The compile-time properties of the step.
+      params: The parameters. If None, the update is returned in their place.
+      moments: The moments.
+      grads: The gradients.
+      seeds: The seed, the stream, and the salt or None, as for `adam`.
+      first: The first row of the layer to step, if parameters and moments are stacks of
+        layers, which have more groups than the gradients. None means no stacks.
+      factors: The numbers of `Factors`.
+      tuning: Settings of the kernel.
     """
     rows, n = grads.shape
     width = min(n, GROUP)
@@ -174,7 +183,7 @@ def _staged(inputs: Inputs, tuning: Tuning) -> Inputs:
 
 
 def _fitting(inputs: Inputs, tuning: Tuning) -> Tuning:
-    """Returns `tuning` with at most as many warpgroups as shared memory allows."""
+    """Returns `tuning`, with fewer warpgroups if shared memory is too small for it."""
     staged = jax.tree.leaves(_staged(inputs, tuning))
     size = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in staged)
     if size <= _SHARED or tuning.warpgroups == 1:
@@ -189,6 +198,17 @@ def _pipeline(
     """Computes a thread block's steps; each warpgroup has one tile of a step.
 
     The first warpgroup also starts the copies to shared memory.
+
+    Args:
+      inputs: Refs to the inputs in global memory.
+      update: A function that computes a tile from its inputs, and stores the results.
+      refs: Refs to the results in global memory.
+      rows: The number of rows of all tiles.
+      steps: The number of steps of all thread blocks.
+      tuning: Settings of the kernel.
+      smem: The inputs in shared memory, [stages, rows, ...].
+      filled: Barriers that complete when a step's inputs have arrived.
+      free: Barriers that complete when all warpgroups have read a step's inputs.
     """
     cta, ctas = lax.axis_index("cta"), lax.axis_size("cta")
     own = lax.div(steps - cta + ctas - 1, ctas)
@@ -235,10 +255,19 @@ def _pipeline(
 
 
 def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> None:
-    """Computes a tile of 16 rows of one group, or one tile at each row of `starts`.
+    """Computes tiles of 16 rows, each with one group of these rows.
 
-    Tiles at `starts` may overlap. Different lanes then write the same values to the
-    shared rows. So all tiles are read before one is written.
+    A thread block computes one tile. If `starts` is given, it computes one tile for
+    each row in `starts`, where the tile begins. These tiles may overlap. Different
+    lanes then write the same values to the shared rows, so all tiles are read before
+    one is written.
+
+    Args:
+      inputs: Refs to the inputs in global memory.
+      update: A function that computes a tile from its inputs, and stores the results.
+      refs: Refs to the results in global memory.
+      columns: The number of groups in a row.
+      starts: The first row of each tile, or None.
     """
     cta = lax.axis_index("cta")
     column = lax.rem(cta, columns)

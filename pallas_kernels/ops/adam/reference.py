@@ -88,7 +88,10 @@ def adam(
     params: Float[Array, "... n"] | None = None,
     salt: UInt32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
-    """Computes `pallas_kernels.adam` in jnp, with one random word for each group."""
+    """Computes `pallas_kernels.adam` in jnp, with one random word for each group.
+
+    With a salt, bfloat16 parameters are rounded stochastically.
+    """
     at = AdamScalars(*(jnp.asarray(s, jnp.float32) for s in scalars))
     shape, g = grads.shape, split(grads).astype(jnp.float32)
     nu = _decode_nu(moments)

@@ -2,8 +2,8 @@
 
 The step is limited by memory traffic, 10 bytes per bfloat16 parameter, as long as all
 arithmetic overlaps with it. After matmuls, which leave the chip at a lower clock, part
-of the arithmetic does not. Arithmetic uses issue slots and the special function unit
-equally. So:
+of the arithmetic does not overlap. Arithmetic uses issue slots and the special function
+unit equally. So:
 
 - Range expansion works on logarithms. As log2(0) = -inf, zeros stay zeros without a
   select. The second moment is decoded as its root, because squaring the root is free.
@@ -133,7 +133,10 @@ class Factors(NamedTuple):
 
 
 def factors(s: AdamScalars, with_params: bool) -> Float[Array, " factors"]:
-    """Computes `Factors` as one array."""
+    """Computes `Factors` as one array.
+
+    `with_params` says whether the step changes parameters instead of returning updates.
+    """
     s = AdamScalars(*(jnp.asarray(x, jnp.float32) for x in s))
     step = s.learning_rate if with_params else 1.0
     mu_weight = jnp.maximum(s.mu_weight, _LEAST_WEIGHT)
@@ -157,9 +160,15 @@ def factors(s: AdamScalars, with_params: bool) -> Float[Array, " factors"]:
 
 
 def merged(lengths: tuple[int, ...], strides: tuple[int, ...]) -> Axes:
-    """Merges axes into as few as possible, the innermost first.
+    """Merges axes into as few as possible, from which the kernel computes positions.
 
-    The kernel finds the indices along all axes from one number.
+    Args:
+      lengths: The length of each axis.
+      strides: The distance between the positions of neighbours along each axis.
+
+    Returns:
+      The length and stride of each merged axis, the innermost first. The length of the
+      outermost axis is 0, because the kernel does not need it.
     """
     axes: list[tuple[int, int]] = []
     for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
@@ -185,7 +194,10 @@ class Step:
     column: int  # The distance between the positions of neighbouring groups in a row.
 
     def words(self, seed: Array, start: Array, column: Array, like: Any) -> Array:
-        """Returns the random words of the groups in `column`, from row `start` on."""
+        """Returns the random words of a tile's groups.
+
+        The tile has the shape of `like`, and begins at row `start` and group `column`.
+        """
         layout = _layout(*like.shape).reduce(1)
         index = lax.broadcasted_iota(jnp.uint32, like.shape[:1], 0)
         index = plgpu.layout_cast(index, layout) + start.astype(jnp.uint32)
@@ -199,7 +211,15 @@ class Step:
     def tile(
         self, f: Factors, salt: Array, to: State, loads: Inputs, words: Callable
     ) -> None:
-        """Computes a tile from the results of `loads` and `words`, and stores it."""
+        """Computes the step of a tile, and stores the results.
+
+        Args:
+          f: The factors of the step.
+          salt: The number that makes parameters' random bits differ from moments' bits.
+          to: Refs to the tile's results.
+          loads: Functions that load the tile's inputs.
+          words: A function that returns the random words of the tile's groups.
+        """
         g = loads.grads().astype(jnp.float32)
         ratio, root = _decoded(loads, f)
         m, v = ratio * root + g, root * root + g * g
@@ -359,7 +379,7 @@ def _reciprocal(x: Array, terms: int = 4) -> Array:
 
     A difference of bits gives a guess with an error e = 1 - x * guess of up to 5%. Then
     1 / x = guess / (1 - e) is computed as a series. Four terms have a relative error of
-    up to 4e-7, two terms of up to 1.3e-4.
+    up to 5e-7, two terms of up to 1.3e-4.
     """
     guess = floats(jnp.uint32(0x7EF31200) - float_bits(x))
     e = 1.0 - x * guess

@@ -44,7 +44,7 @@ def attention(
       scale: The factor on products; None means 1 / sqrt(d).
       softcap: The bound of scores; None means no bound.
       causal: Whether later positions are masked.
-      window: The number of positions that a query attends to, its own included: keys
+      window: The number of positions that a query attends to, including its own: keys
         at a distance of `window` or more are masked. None means all.
       segment_ids: The number of each position's segment. Positions attend only to their
         own segment.
@@ -152,8 +152,13 @@ def runs_kernel(
 ) -> bool:
     """Returns whether `attention` runs the kernel by default on these arguments.
 
-    If not, warnings and `explain` say why, unless another kernel then runs in place of
-    this one (`in_place_of_kernel`).
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      in_place_of_kernel: Whether the caller runs another kernel if this one does not
+        run. Otherwise warnings and `explain` say why it does not run.
+      **options: Options of `attention` that determine scores and masks.
     """
     scoring, masks = _checked(q, k, v, **(_DEFAULTS | options))
     operation = _Attention(scoring=scoring, tuning=None)
@@ -167,7 +172,7 @@ _DEFAULTS = dict(scale=None, softcap=None, causal=True, window=None, segment_ids
 
 
 def _grouped(x: Array, k: Array) -> Array:
-    """Reshapes heads [b, s, n, d] to [b, s, m, n / m, d], by the key heads of `k`."""
+    """Reshapes heads [b, s, n, d] to [b, s, m, n / m, d], where `k` has m heads."""
     b, s, n, d = x.shape
     return x.reshape(b, s, k.shape[2], n // k.shape[2], d)
 
@@ -196,7 +201,10 @@ def check_heads(q: Array, k: Array, v: Array, segment_ids: Array | None) -> None
 
 
 def _checked(q, k, v, scale, softcap, causal, window, segment_ids):
-    """Checks arguments; returns their `Scoring`, and the arrays of the masks."""
+    """Checks arguments of `attention`; returns their `Scoring`, and the masks' arrays.
+
+    The arrays of the masks are `window`, as an int32 scalar or None, and `segment_ids`.
+    """
     check_heads(q, k, v, segment_ids)
     s, d = q.shape[1], q.shape[3]
     for name, value in (("scale", scale), ("softcap", softcap)):

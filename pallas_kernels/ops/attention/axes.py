@@ -11,8 +11,9 @@ from pallas_kernels.dispatch.axes import Axes
 class HeadAxes(NamedTuple):
     """The axes of the arrays of one call.
 
-    Sequences may be split and, of heads, the key heads or the query heads of an only
-    key head. Positions and features are gathered.
+    A mesh may split the axis of sequences and one axis of heads: the axis of key heads,
+    or the axis of query heads if there is one key head. Positions and features are
+    gathered.
 
     Attributes:
       queries: The axes of queries and outputs [b, s, m, g, d], g for each key head.

@@ -61,8 +61,9 @@ def run(
 ) -> tuple[Array, Array, Array]:
     """Computes the gradients of q, k and v.
 
-    `do` is the gradient of `out`. The other arrays are what `forward.run` takes, and
-    its results `out` and `lse`.
+    `out` and `lse` are the results of `forward.run`, and `do` is the gradient of `out`.
+    The other arguments are as in `forward.run`, except for `tuning`, the tiles of all
+    kernels.
     """
     delta = jnp.einsum("bsnd,bsnd->bns", out, do, preferred_element_type=jnp.float32)
     # The probabilities of queries that attend to nothing are exp2(-inf).

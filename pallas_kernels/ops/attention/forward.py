@@ -149,13 +149,13 @@ class _Softmax:
     first: Array
 
     def bounded(self) -> tuple[Array, Array, Array]:
-        """Sums probabilities that are relative to the same number for all queries.
+        """Sums exp2(scores - c) with one constant c for all queries.
 
         The products with values run while the next scores are computed.
 
         Returns:
-          Sums of values, weighted by probabilities; the number to which probabilities
-          are relative, in units of log 2; and sums of probabilities.
+          The sums of values weighted by exp2(scores - c); c for each query, in units of
+          log 2; and the sums of exp2(scores - c).
         """
         _, height, d = self.q.shape
         of_rows = plgpu.Layout.WGMMA.reduce(1)
@@ -182,10 +182,10 @@ class _Softmax:
         return acc, filled((height,), self.scoring.largest, of_rows), total
 
     def online(self) -> tuple[Array, Array, Array]:
-        """Sums probabilities that are relative to each query's largest score so far.
+        """Sums exp2(scores - c), where c is each query's largest score so far.
 
         Returns:
-          The same as `bounded`; the number is the largest score of each query.
+          The same as `bounded`; c is the largest score of each query.
         """
         _, height, d = self.q.shape
         of_rows = plgpu.Layout.WGMMA.reduce(1)
@@ -220,7 +220,7 @@ class _Softmax:
         return sums
 
     def _scores(self, j: Array) -> Array:
-        """Returns the scores of a tile of keys, in units of log 2."""
+        """Returns the scores of tile `j` of keys, in units of log 2."""
         self.keys.wait(j)
 
         def products(acc):

@@ -119,8 +119,8 @@ def spans_of_keys(
 ) -> Int[Array, "#b blocks 2"]:
     """Returns the span of tiles of keys that each tile of queries attends to.
 
-    A span is its first tile, and its last tile plus 1. Tiles outside of the span are
-    masked as a whole.
+    A span is a pair of tile numbers: the first tile, and the last tile plus 1. All
+    elements of tiles outside of the span are masked.
     """
     backward = window - 1 if scoring.windowed else None
     forward = 0 if scoring.causal else backward
@@ -137,8 +137,8 @@ def spans_of_queries(
 ) -> Int[Array, "#b blocks 2"]:
     """Returns the span of tiles of queries that attend to each tile of keys.
 
-    A span is its first tile, and its last tile plus 1. Tiles outside of the span are
-    masked as a whole.
+    A span is a pair of tile numbers: the first tile, and the last tile plus 1. All
+    elements of tiles outside of the span are masked.
     """
     forward = window - 1 if scoring.windowed else None
     backward = 0 if scoring.causal else forward
@@ -153,11 +153,11 @@ def _spans(
     forward: Int[Array, "1"] | int | None,
     segment_ids: Int[Array, "b s"] | None,
 ) -> Int[Array, "#b blocks 2"]:
-    """Returns the spans of tiles of the second size for each tile of the first.
+    """Returns the span of tiles that the positions of each tile reach.
 
     Args:
       length: The number of positions.
-      sizes: The two sizes.
+      sizes: The size of each tile that has a span, and the size of the tiles in spans.
       backward: The number of earlier positions that a position reaches; None means all.
       forward: The number of later positions that a position reaches; None means all.
       segment_ids: The number of each position's segment, or None.
@@ -174,10 +174,17 @@ def _spans(
 
 
 def _with_segments(first, end, segment_ids, sizes):
-    """Returns spans without the tiles at their ends that share no segment.
+    """Returns spans [b, tiles, 2], shortened by the tiles that share no segment.
 
     Each span belongs to a tile. Another tile may share a segment with this tile if the
-    ranges of both tiles' ids overlap, so that ids need not be sorted.
+    ranges of both tiles' ids overlap, so that ids need not be sorted. Tiles without a
+    shared segment are removed at both ends of the span.
+
+    Args:
+      first: The first tile of each span, [1, tiles].
+      end: The last tile plus 1 of each span, [1, tiles].
+      segment_ids: The number of each position's segment, or None.
+      sizes: The size of each tile that has a span, and the size of the tiles in spans.
     """
     if segment_ids is not None:
         b = segment_ids.shape[0]

@@ -14,7 +14,16 @@ def attention(
     window: Int[Array, ""] | None,
     segment_ids: Int[Array, "b s"] | None,
 ) -> tuple[Float[Array, "b s m g d"], Float[Array, "b m g s"]]:
-    """Computes attention, and the log-sum-exp of each query's scores."""
+    """Computes attention, and the log-sum-exp of each query's scores.
+
+    Args:
+      scoring: The formula of scores, and the kinds of masks.
+      q: Queries, g for each of m key heads.
+      k: Keys.
+      v: Values.
+      window: The number of positions that a query attends to; None means all.
+      segment_ids: The number of each position's segment, or None.
+    """
     scores, _ = _scores(scoring, q, k, window, segment_ids)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     largest = jnp.where(largest == -jnp.inf, 0.0, largest)
@@ -36,7 +45,11 @@ def attention_grad(
     window: Int[Array, ""] | None,
     segment_ids: Int[Array, "b s"] | None,
 ) -> tuple[Float[Array, "b s m g d"], Float[Array, "b s m d"], Float[Array, "b s m d"]]:
-    """Computes the gradients of q, k and v (arXiv 2307.08691, section 2.2)."""
+    """Computes the gradients of q, k and v (arXiv 2307.08691, section 2.2).
+
+    `out` and `lse` are the results of `attention`, and `do` is the gradient of `out`.
+    The other arguments are as in `attention`.
+    """
     scores, derivative = _scores(scoring, q, k, window, segment_ids)
     p = jnp.exp(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
     delta = _wide("bsmgd,bsmgd->bmgs", out, do)
@@ -54,7 +67,10 @@ def _wide(equation: str, a: Array, b: Array) -> Array:
 
 
 def _scores(scoring, q, k, window, segment_ids):
-    """Returns scores [b, m, g, s, t], and their derivatives by the scaled products."""
+    """Returns scores [b, m, g, s, t], and the derivative of the soft cap.
+
+    Masked scores are -inf. Without a soft cap the derivative is 1.
+    """
     scores = scoring.scale * _wide("bsmgd,btmd->bmgst", q, k)
     derivative = jnp.float32(1)
     if scoring.softcap is not None:
@@ -67,7 +83,7 @@ def _scores(scoring, q, k, window, segment_ids):
 def _mask(
     scoring: Scoring, length: int, window: Array | None, segment_ids: Array | None
 ) -> Bool[Array, "#b 1 1 s s"]:
-    """Returns which keys count for which queries."""
+    """Returns a mask that is True where a query attends to a key."""
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
     mask = jnp.ones((1, 1, 1, length, length), bool)
     if scoring.causal:

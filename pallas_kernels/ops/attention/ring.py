@@ -17,6 +17,8 @@ from pallas_kernels.ops.attention.plan import WARPGROUPS, Tiles
 class Ring:
     """Tiles of an array that pass through a ring of stages in shared memory.
 
+    The argument `step` of methods is the number of a tile.
+
     Attributes:
       smem: The stages, [stages, rows, d].
       filled: Barriers that complete when a tile has arrived in its stage.
@@ -195,7 +197,7 @@ def settings(ctas: int) -> dict[str, Any]:
 
 
 def accumulated(acc: Array, multiply: Callable[[Any], None]) -> Array:
-    """Returns an accumulator after `multiply`, which adds products to a ref to it."""
+    """Returns an accumulator after `multiply` has added products to a ref to it."""
     return pl.run_state(multiply)(plgpu.ACC.init(acc))
 
 
@@ -210,14 +212,18 @@ def filled(shape: tuple[int, ...], value: float, layout: Any) -> Array:
 
 
 def resident(smem: Any, index: Array | int, step: Array, use: int = 0) -> Any:
-    """Returns a tile in shared memory, as an operand in a loop over steps."""
+    """Returns a ref to a tile in shared memory, for a use in a step of a loop.
+
+    Its address is computed in this step; see `zero_of`.
+    """
     return smem.at[index + zero_of(step, use)]
 
 
 def zero_of(step: Array, use: int = 0) -> Array:
-    """Returns the number 0, as if it depended on a step and a use in the step.
+    """Returns the number 0, computed from the numbers of a step and of a use in it.
 
-    The compiler computes before the loop, and spills, what it knows to be the same in
-    all steps: addresses of all parts of a tile, or positions of all columns.
+    The compiler does not know that it is 0. Otherwise it would compute numbers that are
+    the same in all steps before the loop, and spill them: addresses of all parts of a
+    tile, or positions of all columns.
     """
     return lax.shift_right_logical(step + use, 20)

@@ -1,7 +1,8 @@
 """Scores and probabilities of a tile, in the registers of a warpgroup.
 
-A tile has queries along its rows and keys along its columns, or, transposed, keys along
-its rows. Scores are in units of log 2, so that probabilities need no factor.
+A tile has queries along its rows and keys along its columns, or keys along its rows and
+queries along its columns. Scores are in units of log 2, so that probabilities need no
+factor.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ class Masks:
 
     Attributes:
       scoring: The kinds of masks.
-      window: The number of positions that a query attends to, its own included, in
+      window: The number of positions that a query attends to, including its own, in
         global memory, [1].
       segment_ids: The segments of all positions of a sequence, in global memory, [s];
         not read without segments.
@@ -68,7 +69,7 @@ class Masks:
         )
 
     def _near(self, scores: Array, query: Array, key: Array, instead: float) -> Array:
-        """Masks scores by the positions of their queries and keys."""
+        """Masks scores by the positions of queries and keys; see `masked`."""
 
         def positions(start, axis):
             layout = plgpu.Layout.WGMMA
@@ -117,7 +118,10 @@ def scores_of(scoring: Scoring, products: Array) -> Array:
 
 
 def times_derivative(scoring: Scoring, p: Array, scores: Array) -> Array:
-    """Returns probabilities times the derivative of the soft cap, 1 - (x / cap)**2."""
+    """Returns `p` times the derivative of the soft cap, 1 - (score / cap)**2.
+
+    Without a soft cap it returns `p`.
+    """
     if scoring.softcap is None:
         return p
     share = scores * (1 / (scoring.softcap * LOG2_E))

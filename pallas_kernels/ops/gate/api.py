@@ -50,8 +50,8 @@ def gated(
 
     Args:
       gate_up: Gate and up [..., 2, f]: codes in groups of 16, or bfloat16 or float32;
-        or a tuple of two such arrays [..., f]. A tuple of one array is the gate alone,
-        for `y = activation(gate)`.
+        or a tuple of two arrays [..., f]. A tuple of one array is the gate alone, for
+        `y = activation(gate)`.
       activation: The activation: "silu", "gelu" (GELU's tanh form) or "gelu_exact".
       scale: The scale of the output. None returns bfloat16. A float32 scalar returns
         codes of y / scale. "row" returns codes and per-token scales, amax / code_max.
@@ -119,8 +119,8 @@ def gated_grad(
     `dy * activation(gate)`.
 
     Args:
-      gate_up: Gate and up, codes [..., 2, f] in groups of 16; or a tuple of two such
-        arrays [..., f]. A tuple of one array is the gate alone, with the gradient
+      gate_up: Gate and up, codes [..., 2, f] in groups of 16; or a tuple of two arrays
+        of codes [..., f]. A tuple of one array is the gate alone, with the gradient
         `dy * activation'(gate)`.
       dy: The gradient of `gated`'s output, bfloat16 or float32.
       activation: The activation: "silu", "gelu" (GELU's tanh form) or "gelu_exact".
@@ -131,7 +131,7 @@ def gated_grad(
         [2 f, tokens] or both. All leading axes are tokens.
       product_scale: The per-tensor scale of `gated`'s output, which is then returned,
         too, as transposed float8_e4m3fn codes [f, tokens]. It needs `scale`, unless
-        the gate is alone. None returns no such codes.
+        the gate is alone. None does not return these codes.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Tile sizes of the kernel; None means the default.
 
@@ -311,7 +311,10 @@ class _GatedGrad(operations.Operation):
 
 
 def _checked(operands, activation, scale, dtype, copies) -> tuple[bool, bool]:
-    """Checks the arguments; returns whether to write codes, and their transpose."""
+    """Checks arguments of `gated` or `gated_grad`.
+
+    Returns whether to return codes, and whether to return their transpose.
+    """
     check_activation(activation)
     check_dtype("codes", dtype, CODES)
     in_groups = isinstance(operands[0], Scaled)

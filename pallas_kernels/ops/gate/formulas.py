@@ -25,7 +25,7 @@ _ERFC = (0.12162880, 0.11625502, 0.14068296, -0.0053946, 0.20352425, -0.07669386
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """The function activation(gate) * up on strips, or activation(gate)."""
+    """The function activation(gate) * up on strips; activation(gate) without up."""
 
     activation: Activation
 
@@ -47,9 +47,10 @@ class Product:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductGrad:
-    """The gradients of gate and up on strips, and the product if it is wanted.
+    """The function from gate, up and dy to the gradients of gate and up, on strips.
 
-    Without up, the gate's gradient is the only gradient.
+    It returns the product, too, if `with_product` is true. Without up, the gate's
+    gradient is the only gradient.
     """
 
     activation: Activation
@@ -81,10 +82,10 @@ class ProductGrad:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightedGrad:
-    """Gradients of `weight * activation(gate) * up` on strips, and this product.
+    """The function from strips to gradients of `weight * activation(gate) * up`.
 
-    `dy` is the gradient of the product. The sum of the last strip is the gradient of
-    the weight.
+    `dy` is the gradient of this product. The function also returns the product, and a
+    strip with the gradient of the weight as its sum.
     """
 
     activation: Activation

@@ -34,7 +34,7 @@ class WeightedGradients(NamedTuple):
       values: The codes of the gradients of gate and up [rows, 2, f].
       transposed: Their transpose [2 f, padded], as `grouped_transpose` returns it.
       product: The float8_e4m3fn codes of `weight * activation(gate) * up`, transposed
-        likewise, [f, padded].
+        in the same way, [f, padded].
       weights: The gradients of the weights, float32 [rows].
     """
 

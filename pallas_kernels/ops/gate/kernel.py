@@ -66,10 +66,11 @@ def run(
     dtype: DTypeLike,
     keep_groups: bool = False,
 ) -> Gated:
-    """Quantizes y = fn(gate, up) per token: scale = amax / code_max, codes y / scale.
+    """Quantizes y = fn(gate, up) per token, with scale = amax / code_max.
 
-    Gate and up are the parts of one operand, or two operands of one part. With
-    `keep_groups` the operands are also returned in groups of 16.
+    Gate and up are the parts of one operand, or two operands of one part each. `dtype`
+    is the dtype of the codes. With `keep_groups` the operands are also returned in
+    groups of 16.
     """
     tokens, _, n = jax.tree.leaves(operands)[0].shape
     groups = n // GROUP

@@ -12,7 +12,7 @@ from pallas_kernels.ops.gate.reference import Activation, Apart, Gated, Operands
 
 
 def check_activation(activation: Activation) -> None:
-    """Raises ValueError unless there is an activation of this name."""
+    """Raises ValueError unless `activation` is the name of an activation."""
     if activation not in get_args(Activation):
         names = ", ".join(get_args(Activation))
         raise ValueError(f"activation must be one of {names}, got {activation!r}")
@@ -56,7 +56,7 @@ def number_of_parts(operands: Operands) -> int:
 
 
 def in_given_form(arrays: Apart | None, gate_up: Any) -> Any:
-    """Returns arrays of parts in the form in which gate and up were given."""
+    """Returns `arrays`, as a tuple only if gate and up were given as a tuple."""
     if arrays is None or not is_apart(gate_up):
         return arrays and arrays[0]
     return tuple(

@@ -36,7 +36,7 @@ class Gated(NamedTuple):
     """Outputs of `gated` [..., f], or of `gated_grad` [..., 2, f] for gate and up.
 
     If gate and up, or the gate alone, were given as a tuple of arrays [..., f], their
-    gradients and groups are such tuples, too.
+    gradients and groups are tuples of arrays [..., f], too.
 
     Attributes:
       values: The values, bfloat16 or FP8 codes; None if only the transpose was wanted.
@@ -114,7 +114,8 @@ def gated_grad(
 ) -> Gated:
     """Computes `pallas_kernels.gated_grad` in jnp.
 
-    Values and their transposes are tuples of arrays like `operands`.
+    Returned values, and their transposes, are tuples with an array for each operand.
+    `row` and `transposed` say which of them to return.
     """
     gate, *up = _decoded(operands)
     factor, slope = activation_of(gate, activation)

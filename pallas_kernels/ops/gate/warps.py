@@ -84,7 +84,7 @@ def _pairs(arrays: tuple[Any, ...], count: int) -> list[tuple[Any, int]]:
 
 
 def _loaded(operands: tuple[Any, ...], count: int, rows: Any, strip: int) -> list[Any]:
-    """Loads a strip of each part of all operands."""
+    """Loads a strip of some rows, for each of the `count` parts of all operands."""
 
     def load(ref, i):
         layout = _LAYOUT if len(ref.shape) == 4 else _LAYOUT.reduce(2)
@@ -100,7 +100,15 @@ def _loaded(operands: tuple[Any, ...], count: int, rows: Any, strip: int) -> lis
 def _keep(
     arrays: list[Any], groups: tuple[Scaled, ...], count: int, rows: Any, strip: int
 ) -> list[Array]:
-    """Stores a strip of each part in groups, and returns the scales in float32."""
+    """Quantizes strips in groups, stores them, and returns the scales in float32.
+
+    Args:
+      arrays: A strip of each part of all operands.
+      groups: Refs to the codes and scales of all operands.
+      count: The number of parts of an operand.
+      rows: The rows of the strips.
+      strip: The index of the strips in their rows.
+    """
     scales = []
     for x, (to, i) in zip(arrays, _pairs(groups, count), strict=True):
         codes, scale = encode_groups(decode(x), _CODES)

@@ -58,13 +58,12 @@ def grouped_matmul(
     with the last axis of matrices contracted, as the tensor cores need it in FP8.
 
     In a mixture of experts it computes the forward matmuls, and with transposed
-    weights the input gradients. On a mesh n or k can be split over devices. Rows and
-    groups are whole on every device; under `vmap` devices can split the mapped axis.
+    weights the input gradients. On a mesh n or k can be split over devices, but neither
+    rows nor groups. Under `vmap` devices can split the mapped axis.
 
     Args:
       a: Codes, e4m3 or e5m2, or bfloat16.
-      b: Codes, e4m3 or e5m2, or bfloat16 like `a`. Of codes, at least one of `a` and
-        `b` is e4m3.
+      b: Codes, e4m3 or e5m2, or bfloat16 like `a`. `a` and `b` must not both be e5m2.
       group_sizes: The number of rows of each group, int32. If their sum exceeds the
         number of rows, the last groups have fewer rows.
       a_scale: The scales of `a`, float32: a scalar, or one for each row. None means 1.
@@ -121,26 +120,25 @@ def grouped_weight_gradient(
     implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "groups n k"]:
-    """Contracts two arrays over the rows of each group: the gradient of its matrix.
+    """Computes the gradient of each group's matrix, by contraction over its rows.
 
     The arrays are transposed and padded, as `grouped_transpose` returns them: the
     columns of each group begin at a multiple of 128, and columns between groups are
-    zeros. With `starts` such multiples, and ends = starts + group_sizes:
+    zeros. If `starts` are the first columns of groups, and ends = starts + group_sizes:
 
         y[g] = a[:, starts[g]:ends[g]] @ b[:, starts[g]:ends[g]].T * a_scale * b_scale
 
     If `a` has the gradient of `grouped_matmul`'s result, and `b` the rows that it
     multiplied, y is the gradient of its matrices. For groups without rows y is zero. On
-    a mesh n or k can be split over devices; rows and groups are whole on every device.
+    a mesh n or k can be split over devices, but neither rows nor groups.
 
     Args:
       a: Codes, e4m3 or e5m2, or bfloat16.
-      b: Codes, e4m3 or e5m2, or bfloat16 like `a`. Of codes, at least one of `a` and
-        `b` is e4m3.
+      b: Codes, e4m3 or e5m2, or bfloat16 like `a`. `a` and `b` must not both be e5m2.
       group_sizes: The number of rows of each group, int32, without padding.
       a_scale: The scales of `a`, float32: a scalar, or one for each group. None means
         1.
-      b_scale: The scales of `b`, likewise.
+      b_scale: The scales of `b`, in the same form.
       out_dtype: bfloat16 or float32.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Tile sizes and other settings of the kernel; None means the default.
@@ -234,7 +232,7 @@ class _GroupTiles(operations.Operation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Grouped(operations.Operation):
-    """A grouped matmul of the arrays a, b, a_scale, b_scale, sizes and more."""
+    """The base of operations on grouped rows: two matmuls with FP8 or BF16 operands."""
 
     out_dtype: jnp.dtype
     tuning: Tuning | None

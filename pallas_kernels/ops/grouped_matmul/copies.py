@@ -1,4 +1,4 @@
-"""Copies of tokens at given places: the rows that experts multiply."""
+"""Copies tokens to the rows that experts multiply."""
 
 import dataclasses
 
@@ -32,8 +32,8 @@ def copy_rows(
     """Returns rows y with `y[places[t, 0]] = y[places[t, 1]] = ... = x[t]`.
 
     This copies tokens to rows in the order of experts, and reads each token once. On a
-    mesh n can be split over devices; rows and tokens are whole on every device. Rows of
-    y that are not in `places` are undefined.
+    mesh n can be split over devices, but neither rows nor tokens. Rows of y that are
+    not in `places` are undefined.
 
     Args:
       x: Codes of one token or more.
@@ -98,7 +98,7 @@ class _CopyRows(operations.Operation):
         return _codes(run(_words(x), places), x)
 
     def _run(self, x, places) -> Array:
-        """Copies words; each thread block has a token."""
+        """Runs the kernel, in which each thread block copies the words of a token."""
         (tokens, k), n = places.shape, x.shape[1]
         row = Row(n=n)
         groups = n // GROUP
@@ -128,7 +128,7 @@ class _CopyRows(operations.Operation):
 
 
 def _words(x: Float[Array, "tokens n"]) -> Array:
-    """Returns codes in words of 32 bits if they fill such words, else in bytes."""
+    """Returns codes as 32-bit words; as bytes if a row does not fill its last word."""
     if x.shape[1] % _WORD:
         return lax.bitcast_convert_type(x, jnp.uint8)
     return lax.bitcast_convert_type(x.reshape(len(x), -1, _WORD), jnp.uint32)

@@ -20,7 +20,7 @@ def grouped_in_jnp(
     *,
     out_dtype: DTypeLike,
 ) -> Float[Array, "rows n"]:
-    """Computes `pallas_kernels.grouped_matmul`, tile by tile."""
+    """Computes `pallas_kernels.grouped_matmul` in jnp, tile by tile."""
     rows, height = len(a), min(BLOCK, len(a))
     y = jnp.zeros((rows, b.shape[1]), out_dtype)
     if not y.size:
@@ -54,7 +54,10 @@ def weight_gradient_in_jnp(
     *,
     out_dtype: DTypeLike,
 ) -> Float[Array, "groups n k"]:
-    """Computes `pallas_kernels.grouped_weight_gradient`, block by block of rows."""
+    """Computes `pallas_kernels.grouped_weight_gradient` in jnp, block by block of rows.
+
+    `scale` is the product of both scales, a scalar or one for each group.
+    """
     groups, group_sizes = len(group_sizes), jnp.asarray(group_sizes)
     blocks = -(-group_sizes // BLOCK)
     starts = padded_starts(group_sizes) // BLOCK

@@ -37,7 +37,7 @@ from pallas_kernels.ops.matmul.walk import LastStripe, Place, Stages, Walk, in_s
 
 
 class Scales(NamedTuple):
-    """The scales of a grouped matmul; the result is multiplied by all but None.
+    """The scales of a grouped matmul: each that is not None multiplies the result.
 
     Attributes:
       rows: A scale for each row of a, float32 [rows].
@@ -212,7 +212,10 @@ class GroupedTile(Tile):
         return scaled
 
     def _store(self, pieces, addends, place: GroupedPlace, band) -> None:
-        """Stores the group's rows of the epilogue subtiles, and their amaxes."""
+        """Stores the group's rows of the epilogue subtiles, and their amaxes.
+
+        The arguments are as in `Tile._store`; `addends` is not used.
+        """
         smem = self.out_smem.at[lax.axis_index("warpgroup")]
         largest = None
         for number, (i, j, value) in enumerate(pieces):
@@ -231,7 +234,16 @@ class GroupedTile(Tile):
             self._store_rows(staged, row, place.column + j, first, end - first)
 
     def _store_maxima(self, largest, place, band, i, first, end) -> None:
-        """Stores the amax of the group's rows, from `first` to `end` of a subtile."""
+        """Stores the amax of each row of a subtile; 0 for rows of other groups.
+
+        Args:
+          largest: The largest magnitudes of the subtiles of these rows, elementwise.
+          place: The place of the tile.
+          band: The rows of this warpgroup in the tile.
+          i: The first row of the subtile in the band.
+          first: The first row of the group in the subtile.
+          end: One more than the last row of the group in the subtile.
+        """
         column = pl.cdiv(place.column, self.tuning.tile_n)
         to = self.maxima.at[place.number, column].at[band].at[pl.ds(i, PIECE_M)]
         sizes = row_maxima(largest)

@@ -1,4 +1,4 @@
-"""Sums of rows that lie at given places: the results of a token's experts."""
+"""Sums the rows of each token, such as the results of the token's experts."""
 
 import dataclasses
 import functools
@@ -33,8 +33,7 @@ def sum_rows(
 
     The sum is rounded once, to `out_dtype`. In a mixture of experts this adds up the
     results of a token's experts, and the gradients of the rows that a token was copied
-    to. On a mesh n can be split over devices; rows and tokens are whole on every
-    device.
+    to. On a mesh n can be split over devices, but neither rows nor tokens.
 
     Args:
       x: The rows, bfloat16 or float32.
@@ -102,7 +101,10 @@ class _SumRows(operations.Operation):
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _run(x: Array, places: Array, add: Array | None, *, dtype: DTypeLike) -> Array:
-    """Adds up rows; each thread block has a token."""
+    """Runs the kernel, in which each thread block adds up the rows of a token.
+
+    `dtype` is the dtype of the result; the other arguments are as in `sum_rows`.
+    """
     (tokens, k), n = places.shape, x.shape[1]
     tiles, groups = Row(n=n), n // GROUP
 

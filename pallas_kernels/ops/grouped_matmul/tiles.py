@@ -38,7 +38,10 @@ class GroupTiles:
 
 
 def most_tiles(rows: int, groups: int, height: int, align: int = ROWS) -> int:
-    """Returns an upper bound of the number of tiles, whatever the groups' sizes are."""
+    """Returns an upper bound of the number of tiles, for groups of any sizes.
+
+    The arguments are as in `listed_tiles`.
+    """
     return (rows + (align - 1) * groups) // height + groups
 
 
@@ -94,7 +97,7 @@ def _sums(x: Int[Array, " n"]) -> Int[Array, " n"]:
 
 
 def padded_rows(rows: int, groups: int) -> int:
-    """Returns how many padded rows suffice for `groups` groups of `rows` rows in all.
+    """Returns a number of padded rows that suffices for `rows` rows in `groups` groups.
 
     Each group begins at the first multiple of 128 rows after the previous group.
 

@@ -37,8 +37,8 @@ def grouped_transpose(
     The columns of each group begin at the first multiple of 128 after the previous
     group. The columns between groups and after them are zeros. There are
     `padded_rows(rows, groups)` columns. With a scale the result is quantized as by
-    `quantize_tensor`, in the same pass. With an index the rows are `x[index]`, which
-    is not written to memory.
+    `quantize_tensor`, in the same pass. With an index the function transposes the rows
+    `x[index]`, but does not write them to memory first.
 
     Args:
       x: Rows that are sorted by group, bfloat16 or float32; without a scale they may
@@ -146,7 +146,7 @@ class _GroupedTranspose(operations.Operation):
 def _rows_at(
     x: Float[Array, "_ n"], index: Int[Array, " rows"]
 ) -> Float[Array, "rows n"]:
-    """Returns rows of `x`, and zeros for indices that it does not have."""
+    """Returns the rows `x[index]`, with zeros for indices that are out of bounds."""
     return jnp.asarray(x).at[index].get(mode="fill", fill_value=0)
 
 
@@ -165,7 +165,7 @@ def blocks(group_sizes: Int[Array, " groups"], rows: int) -> Blocks:
 def pad_groups(
     x: Float[Array, "rows n"], group_sizes: Int[Array, " groups"]
 ) -> Float[Array, "padded n"]:
-    """Returns rows with each group at a multiple of 128 rows, and zeros between."""
+    """Returns padded rows: groups begin at multiples of 128, with zeros in between."""
     total = padded_rows(len(x), len(group_sizes))
     source, count = _sources(group_sizes, jnp.arange(total))
     source = jnp.where(count > 0, source, len(x))
@@ -175,11 +175,15 @@ def pad_groups(
 def _sources(
     group_sizes: Int[Array, " groups"], padded: Int[Array, " count"]
 ) -> tuple[Int[Array, " count"], Int[Array, " count"]]:
-    """Returns the rows that are placed at the rows `padded` of a padded array.
+    """Finds the rows that a padded array has at some of its rows.
+
+    Args:
+      group_sizes: The number of rows of each group, without padding.
+      padded: The indices of rows in the padded array.
 
     Returns:
-      The row at each padded row, and the number of rows of its group from it on, at
-      most 128; both are 0 between groups.
+      For each index, the row of the unpadded array; and the number of rows from there
+      to the end of the group, at most 128. Both are 0 where the padded array has zeros.
     """
     # Constant sizes may be a NumPy array, which a traced array cannot index.
     group_sizes = jnp.asarray(group_sizes)

@@ -28,10 +28,10 @@ _FEW_STEPS = 16
 def along_m(
     product: Product, n: int, k: int, dtype: jnp.dtype, height: int
 ) -> Tuning | None:
-    """Returns the settings of a matmul that is grouped along m, or None.
+    """Returns the settings of a matmul that is grouped along m; None if none fit.
 
     The settings are the fastest that were measured on an H100 for 16,384 to 65,536 rows
-    in 8 to 128 groups, with tiles of `height` rows.
+    in 8 to 128 groups, with tiles of `height` rows. `dtype` is the operands' dtype.
     """
     few = k // tile_k(dtype) <= _FEW_STEPS
     order = (_TURNS, _WIDE, _NARROW) if few else (_WIDE, _TURNS, _NARROW)
@@ -42,7 +42,10 @@ def along_m(
 
 
 def along_k(product: Product, n: int, k: int) -> Tuning | None:
-    """Returns the settings of a matmul that is grouped along k, [groups, n, k]."""
+    """Returns the settings of a matmul that is grouped along k; None if none fit.
+
+    The result of the matmul is [groups, n, k].
+    """
     able = [t for t in ALONG_K if size_obstacle(product, t, n, k) is None]
     return _first_frugal(able, [(t.tile_n, k) for t in able])
 
@@ -52,7 +55,13 @@ def _first_frugal(
 ) -> Tuning | None:
     """Returns the first settings that compute at most 4% of the columns twice.
 
-    If there are none, returns the settings that compute the fewest columns twice.
+    If there are none, returns the settings that compute the fewest columns twice, or
+    None if `able` is empty.
+
+    Args:
+      able: The settings that can compute the matmul.
+      spans: For each of these settings, the number of columns of a tile or of a pair of
+        tiles, and the number of columns of the result.
     """
     computed = [-(-n // span) * span / n for span, n in spans]
     for tuning, share in zip(able, computed, strict=True):
@@ -74,7 +83,7 @@ def columns_obstacle(product: Product, tuning: Tuning, n: int) -> str | None:
 
 
 def rows_obstacle(rows: int, k: int, dtype: jnp.dtype, height: int) -> str | None:
-    """Returns why no kernel reads grouped rows [rows, k], or None."""
+    """Returns why no kernel reads rows [rows, k] in tiles of `height` rows, or None."""
     if k % tile_k(dtype) or not k:
         return f"k must be a multiple of {tile_k(dtype)}, got {k}"
     if rows % ROWS or rows < height:

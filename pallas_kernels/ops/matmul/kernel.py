@@ -6,8 +6,8 @@ read a stage of shared memory, one of them starts the copies that fill it again,
 the copy engine does not stop between tiles.
 
 There is no warpgroup for loading alone. It would have to pass registers on to the
-others, which need more than a warpgroup starts with. But JAX 0.12 compiles kernels with
-nvJitLink where that is installed, which ignores requests for registers (`setmaxnreg`).
+others, which need more than a warpgroup starts with. But if nvJitLink is installed, JAX
+0.12 compiles kernels with it, and it ignores requests for registers (`setmaxnreg`).
 """
 
 import functools
@@ -102,7 +102,11 @@ def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
 
 
 def settings(tuning: Tuning, tiles: int, sms: int) -> dict[str, Any]:
-    """Returns the launch settings of at most `tiles` tiles, or pairs with clusters."""
+    """Returns the launch settings of a kernel that computes `tiles` tiles.
+
+    With clusters, `tiles` counts pairs of tiles. `sms` is the number of
+    multiprocessors.
+    """
     blocks = sms // (2 if tuning.cluster else 1)
     pair = dict(cluster=(2,), cluster_names=("pair",)) if tuning.cluster else {}
     return dict(

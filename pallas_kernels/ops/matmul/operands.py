@@ -132,8 +132,8 @@ def in_parts(a: Array, b: Array) -> Float[Array, "1 n groups c"]:
     """Reshapes b [n, ..., c] to one part [1, n, groups, c]; inner axes are merged.
 
     Raises:
-      ValueError: If the last axis of `a` is not as long as k, all axes of `b` but the
-        first together.
+      ValueError: If the length of the last axis of `a` is not the product of the
+        lengths of all axes of `b` except for the first.
     """
     n, *contracted = b.shape or (0,)
     if not a.ndim or not contracted or a.shape[-1] != math.prod(contracted):

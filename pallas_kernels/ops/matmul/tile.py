@@ -28,7 +28,19 @@ from pallas_kernels.ops.matmul.walk import Place, Stages, Visit
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The work of a warpgroup on its rows of a tile."""
+    """The work of a warpgroup on its rows of a tile.
+
+    Attributes:
+      product: The options of the matmul.
+      tuning: The settings of the kernel.
+      stages: The pipeline of stages in shared memory.
+      a_scale: The scales of a in global memory.
+      b_scale: The scales of b in global memory.
+      more: The bias and the array to add, or the cosines and sines of RoPE's angles.
+      out: The results in global memory.
+      maxima: The amaxes to write in global memory, or None.
+      out_smem: The shared memory in which results are staged.
+    """
 
     product: Product
     tuning: Tuning
@@ -132,7 +144,10 @@ class Tile:
         return sums
 
     def _pieces(self, visit: Visit, band, todo, running, sums):
-        """Starts the first piece of `todo`, promotes the running one, then recurses."""
+        """Returns the sums after the pieces of `todo` and the running piece.
+
+        It starts the first piece of `todo`, promotes the running piece, then recurses.
+        """
         t, stages = self.tuning, self.stages
         width = t.tile_n // t.parts
 
@@ -303,7 +318,10 @@ class Tile:
         return lax.div(head, queries + 2), lax.rem(head, queries + 2)
 
     def _send(self, staged, out, rows, columns) -> None:
-        """Hands a staged subtile to the copy engine."""
+        """Hands a staged subtile to the copy engine.
+
+        `rows` and `columns` are the places of the subtile in the results `out`.
+        """
         heads = self.product.heads
         if heads is None:
             plgpu.copy_smem_to_gmem(staged, out[0].at[rows, columns])
@@ -371,7 +389,7 @@ class _Piece(NamedTuple):
 
 
 def _ahead(load: Callable, places: Iterable[Any]) -> Iterator[Any]:
-    """Loads from each place, one place ahead of the iteration.
+    """Returns an iterator over `load(place)` that loads one place ahead.
 
     The first place is loaded at once. The loads therefore overlap with other work.
     """

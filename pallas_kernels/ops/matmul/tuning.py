@@ -126,7 +126,7 @@ def needs(product: Product) -> str:
 
 
 def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
-    """Returns the settings for the shape; None where XLA was measured to be faster."""
+    """Returns the settings for the shape; None if XLA is faster or no tiles fit."""
     measured = _table().get(key(product, m, n, k))
     # XLA first writes the matmul in float32 if scales are per-token. It reads the
     # result again for the amax. The table has neither cost, so the kernel runs.
@@ -167,15 +167,14 @@ def heuristic(product: Product, m: int, n: int) -> Tuning | None:
 def _computed(tuning: Tuning, m: int, n: int) -> int:
     """Returns how many elements of the output [m, n] the tiles compute together.
 
-    Where a size is not a multiple of the tiles', tiles overlap, and elements in two of
-    them count twice.
+    If tiles do not divide the output, they overlap. Elements in two tiles count twice.
     """
     rows, columns = tuning.span
     return -(-m // rows) * rows * -(-n // columns) * columns
 
 
 def key(product: Product, m: int, n: int, k: int) -> str:
-    """Returns the key of a matmul of a shape in the table."""
+    """Returns the key in the table for a matmul of [m, k] and [n, k]."""
     kind = product.scaling if product.scaling == "blocks" else "tensor"
     kind += f", promote {product.promote}" if product.promote else ""
     kind += f", heads of {product.heads.size}" if product.heads else ""

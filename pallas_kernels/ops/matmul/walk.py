@@ -101,8 +101,8 @@ class Walk:
     def step_at(self, position: Array, number: Array | int) -> tuple[Array, Array]:
         """Returns the tile and the step at a position among the steps of all tiles.
 
-        Tile `number` has this position, or a position that is at most as many steps
-        earlier as there are stages.
+        `number` is a tile to search from: it has this position, or its last step is
+        before this position by at most the number of stages.
         """
         del number  # All tiles have the same number of steps.
         return lax.div(position, self.steps), lax.rem(position, self.steps)
@@ -143,9 +143,10 @@ class LastStripe(NamedTuple):
 def in_stripes(
     index: Array, columns: int, width: int, last: LastStripe | None
 ) -> list[Array]:
-    """Returns `snake` of a grid; its number of rows may be known on the device only.
+    """Returns the row and column of a tile, as `snake` does.
 
-    `last` describes the last stripe if it has, or may have, fewer rows.
+    The number of rows of the grid may be known on the device only. `last` describes the
+    last stripe, if it has, or may have, fewer rows than the others.
     """
     stripe, within = (f(index, width * columns) for f in (lax.div, lax.rem))
     column, row = lax.div(within, width), lax.rem(within, width)

@@ -34,8 +34,8 @@ def norm(
 ) -> Normed:
     """Normalizes the last axis of `x` in float32; can quantize output and input.
 
-    The output is `y = z * weight + bias` with means over the last axis in
-    `z = x / sqrt(mean(x**2) + eps)`. "layer" first replaces x by `x - mean(x)`.
+    The output is `y = z * weight + bias` with `z = x / sqrt(mean(x**2) + eps)`. Means
+    are over the last axis. "layer" first replaces x by `x - mean(x)`.
 
     Args:
       x: The input, bfloat16, or quantized in groups of 16: e4m3 codes [..., n] and
@@ -108,8 +108,8 @@ def norm_grad(
     Let `rate = 1 / sqrt(mean(x**2) + eps)`, `z = x * rate` and `g = dy * weight`, with
     `x - mean(x)` in place of x for "layer". Means are over the last axis. Then
     `dx = rate * (g - z * mean(g * z))`, and "layer" also subtracts `rate * mean(g)`.
-    Sums over tokens give `dweight = sum(dy * z)` and `dbias = sum(dy)`; where parts of
-    x have their own weight, over the tokens of a part.
+    Sums over tokens give `dweight = sum(dy * z)` and `dbias = sum(dy)`. If each part of
+    x has its own weight, each sum is over the tokens of one part.
 
     Args:
       x: The input of `norm`, bfloat16 or in groups of 16.

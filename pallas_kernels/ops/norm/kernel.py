@@ -33,9 +33,16 @@ def forward(
     keep_groups: bool,
     tuning: Tuning,
 ) -> Normed:
-    """Runs the kernel of `norm`; `y_scale` [1] is the scale of per-tensor codes.
+    """Runs the kernel of `pallas_kernels.norm`, which has the formulas.
 
-    See `pallas_kernels.norm` for the formula.
+    Args:
+      norm: The norm.
+      rows: The input.
+      params: The weight and the bias.
+      y_scale: The scale of per-tensor codes, [1], or None.
+      scaled_rows: Whether to return codes with per-token scales.
+      keep_groups: Whether to return the input in groups of 16 as well.
+      tuning: Settings of the kernel's pipeline.
     """
     share = Share.of(rows, norm.n, tuning, parts=_parts(norm, params))
     tokens, groups = share.tokens, share.tokens * share.groups
@@ -109,8 +116,16 @@ def backward(
 ) -> NormGrads:
     """Runs the kernel of `pallas_kernels.norm_grad`, which has the formulas.
 
-    Parameters' gradients are partial sums, one per thread block: [ctas * n / 16, 16].
-    `y_scale` [1] is the scale of the codes of the norm's output, if these are wanted.
+    The returned gradients of weight and bias are partial sums, one for each thread
+    block: [ctas * n / 16, 16].
+
+    Args:
+      norm: The norm.
+      rows: The input, the gradient of the output, and the array to add.
+      params: The weight and the bias.
+      y_scale: The scale of the codes of the norm's output, [1]; None returns no codes.
+      keep_maxima: Whether to return the amax of parts of the input's gradient.
+      tuning: Settings of the kernel's pipeline.
     """
     n, groups = norm.n, norm.n // GROUP
     with_bias = params.bias is not None
@@ -218,8 +233,8 @@ class _Sums:
 
     Attributes:
       norm: The norm, which has the tiles of a row.
-      shared: The indices of the tiles, the last ones, that are summed in shared memory
-        because registers do not suffice. The others are summed in registers.
+      shared: The indices of the last tiles of a row, which are summed in shared memory
+        because registers do not suffice. The other tiles are summed in registers.
       refs: A reference to shared memory for each sum.
     """
 

@@ -68,7 +68,11 @@ def norm(
     scale: Array | Literal["row"] | None,
     keep_groups: bool,
 ) -> Normed:
-    """Computes `pallas_kernels.norm` without the transposed copy."""
+    """Computes `pallas_kernels.norm` in jnp, without the transposed copy.
+
+    `scale` is a scalar, "row" for per-token scales, or None for a bfloat16 output. With
+    `keep_groups` the input is returned in groups of 16 as well.
+    """
     wide = _wide(x)
     standard, _ = standardized(wide, kind, eps)
     result = _encoded(affine(standard, weight, bias), scale)
@@ -88,7 +92,19 @@ def norm_grad(
     add: Float[Array, "... n"] | None,
     keep_maxima: bool,
 ) -> NormGrads:
-    """Computes `pallas_kernels.norm_grad`, with `y` not transposed: [..., n]."""
+    """Computes `pallas_kernels.norm_grad` in jnp, with `y` not transposed: [..., n].
+
+    Args:
+      x: The input of the norm.
+      dy: The gradient of the norm's output.
+      weight: The weight of the norm, or None.
+      bias: The bias of the norm, or None.
+      kind: The norm, "rms" or "layer".
+      eps: The number that is added to the mean square, or to the variance.
+      y_scale: The scale of the codes `y` of the norm's output; None returns no codes.
+      add: An array to add to the gradient of the input, or None.
+      keep_maxima: Whether to return the amax of parts of the input's gradient.
+    """
     standard, rate = standardized(_wide(x), kind, eps)
     dy = dy.astype(jnp.float32)
     g = affine(dy, weight, None)

@@ -1,1 +1,1 @@
-"""Quantization per group, token and tensor, amax, scales and transposes."""
+"""Quantization per group, token, column, block and tensor, and transposed codes."""

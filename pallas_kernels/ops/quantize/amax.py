@@ -32,7 +32,7 @@ _SHAPE = (STRIP // GROUP, GROUP)  # The shape of a strip.
 
 @jax.jit
 def maxima(*arrays: Array) -> Float[Array, " k"]:
-    """Computes, for each thread block, the amax of the parts of all arrays it reads.
+    """Computes one amax for each thread block, of the parts of all arrays it reads.
 
     A thread block reads arrays one chunk at a time.
     """

@@ -189,9 +189,9 @@ class _QuantizeRows(operations.Operation):
 
 
 def _parts(n: int) -> int:
-    """Returns the least number of equal parts of a row with at most `_SHORT` elements.
+    """Returns the smallest number of equal parts to cut a row of `n` elements into.
 
-    The length of a part is a multiple of 128.
+    A part has at most `_SHORT` elements, and its length is a multiple of 128.
     """
     vectors = n // LANES
     return next(i for i in range(1, n) if not vectors % i and n // i <= _SHORT)
@@ -308,7 +308,7 @@ def _rows_in_jnp(
 def _quantized(
     x: Float[Array, "... n"], dtype: DTypeLike, scale: Float[Array, "..."] | None = None
 ) -> tuple[Array, Array]:
-    """Quantizes with one scale per row of the last axis; None computes the scales.
+    """Quantizes with one scale per row; computes the scales if `scale` is None.
 
     Returns the codes and the float32 scales.
     """

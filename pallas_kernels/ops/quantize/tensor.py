@@ -229,7 +229,7 @@ def maxima(
 
     Args:
       x: An array, bfloat16 or float32.
-      *more: More such arrays, of any shapes.
+      *more: More arrays, of any shapes.
       implementation: The implementation; None means the kernel where it can run.
 
     Raises:
@@ -375,7 +375,10 @@ def transpose_in_jnp(codes: Float[Array, "... n"]) -> Float[Array, "n tokens"]:
 
 
 def wanted(copies: Wanted) -> tuple[bool, bool]:
-    """Checks `copies`; returns whether to write codes, and their transpose."""
+    """Returns whether to return codes, and whether to return their transpose.
+
+    Raises ValueError unless `copies` is "row", "transposed" or "both".
+    """
     if copies not in ("row", "transposed", "both"):
         raise ValueError(
             f"copies must be 'row', 'transposed' or 'both', got {copies!r}"

@@ -123,7 +123,14 @@ def _tile(dtype: DTypeLike) -> Any:
 
 
 def _scale_columns(tile: Any, scales: Any, inverses: Any, dtype: DTypeLike) -> None:
-    """Writes the scales of a tile's columns, and their reciprocals for all lanes."""
+    """Computes the scales of a tile's columns, and stores them.
+
+    Args:
+      tile: The tile in shared memory.
+      scales: The scales to write in global memory.
+      inverses: The reciprocals of scales to write in shared memory, for all lanes.
+      dtype: The dtype of the codes.
+    """
     for start in range(0, SIZE, _PART):
         at = pl.ds(start, _PART)
         layout = plgpu.Layout.WGMMA

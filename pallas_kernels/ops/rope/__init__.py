@@ -1,1 +1,1 @@
-"""Gradients of attention heads: undoes RoPE and joins the heads."""
+"""RoPE of attention heads, and the gradient of the columns that become heads."""

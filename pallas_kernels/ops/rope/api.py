@@ -1,4 +1,8 @@
-"""RoPE, and gradients of heads: undoes RoPE, quantizes and joins them in one pass."""
+"""RoPE of attention heads, and the gradient of the columns that become heads.
+
+The kernel of `join_heads` undoes RoPE in the heads' gradients, joins the gradients, and
+quantizes them in one pass.
+"""
 
 import dataclasses
 import functools
