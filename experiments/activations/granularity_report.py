@@ -35,9 +35,10 @@ def arrays(rows: list[Row]) -> Table:
 
 
 def flows(rows: list[Row]) -> Table:
-    """Returns a table of errors after operators, averaged over layers: figure 4a.
+    """Returns a table of errors at the outputs of operators: the paper's figure 4a.
 
-    The last column is the error of the residual stream after the last layer.
+    Errors are averaged over layers. The last column is the error of the residual stream
+    after the last layer.
     """
     table = new_table(
         "What is lost behind an operator, %", "", *OPERATORS, "residual stream"
@@ -55,7 +56,7 @@ def flows(rows: list[Row]) -> Table:
 
 
 def times(rows: list[Row]) -> Table:
-    """Returns a table of each operator's times by method: figure 4b of the paper."""
+    """Returns a table of each operator's times by method: the paper's figure 4b."""
     rows = [row for row in rows if row["study"] == "times"]
     shapes = dict.fromkeys((row["operator"], row["shape"]) for row in rows)
     heads = [f"{operator}\n{shape}" for operator, shape in shapes]
@@ -73,7 +74,7 @@ def times(rows: list[Row]) -> Table:
 
 
 def draw_flows(rows: list[Row]) -> Figure:
-    """Draws figure 4a: errors after norms and gates, and of the stream, per layer."""
+    """Draws figure 4a: errors per layer, of operators and of the residual stream."""
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     panels = figure.subplots(2, 2, sharex=True)
     titles = [f"behind the {name}" for name in OPERATORS]

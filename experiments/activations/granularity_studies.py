@@ -1,7 +1,8 @@
-"""Studies of FP8 activation errors by granularity, as flat rows of results files.
+"""Studies of the errors of FP8 activations, by granularity of their scales.
 
 An error is 100 |stored - exact| / |exact| in the 2-norm, in percent. Activations are
-stored in E4M3, and everything else is computed in float32.
+stored in E4M3, and everything else is computed in float32. The results are flat rows
+for results files.
 """
 
 import dataclasses
@@ -32,20 +33,24 @@ GRANULARITIES: dict[str, Granularity] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flow:
-    """The granularities of stored activations, by the operators that read them.
+    """The granularities of stored activations, by the kind of operator that reads them.
 
     Queries, keys and values stay unquantized, as in the paper.
 
     Attributes:
-      nonlinear: Granularity of inputs of norms and gates; None means unquantized.
-      linear: Granularity of inputs of matmuls.
+      nonlinear: The granularity of inputs of norms and gates; None means unquantized.
+      linear: The granularity of inputs of matmuls.
     """
 
     nonlinear: Granularity | None
     linear: Granularity
 
     def __call__(self, site: str, x: Float[Array, "b s n"]) -> Float[Array, "b s n"]:
-        """Returns `x` as it is read at `site`, one of `layer_flow.SITES`."""
+        """Returns `x` as the operator at `site` reads it: quantized and dequantized.
+
+        `site` is a key of `layer_flow.SITES`. Arrays that attention reads stay
+        unquantized.
+        """
         by_kind = {"non-linear": self.nonlinear, "linear": self.linear}
         return stored(x, by_kind.get(SITES[site]))
 
@@ -70,7 +75,7 @@ FLOWS: dict[str, Flow] = {
 def stored(
     x: Float[Array, "..."], granularity: Granularity | None
 ) -> Float[Array, "..."]:
-    """Returns `x` quantized to FP8 and dequantized; for None, `x` as it is."""
+    """Quantizes `x` to FP8 and dequantizes it; returns `x` unchanged for None."""
     return (
         x
         if granularity is None
@@ -84,10 +89,13 @@ def percent(stored: Float[Array, "..."], exact: Float[Array, "..."]) -> Array:
 
 
 def layer_rows(trained: Trained) -> list[Row]:
-    """Returns rows of all studies of a trained model, by layer, on unseen text.
+    """Returns the rows of all studies of a trained model, by layer, on unseen text.
+
+    The key `study` of a row is one of:
 
     - `arrays`: the error of every activation in every granularity, the percentage of
-      elements that become zero, and the ratio of its amax to its root mean square.
+      elements that become zero, and the ratio of the activation's amax to its root mean
+      square.
     - `operators`: the error of the array that a matmul reads after a norm or a gate.
       The operator's exact input and its output are stored as a flow stores them. This
       is the paper's figure 4a.
@@ -168,7 +176,12 @@ def _rows(layer: int, studies: Mapping[str, _Measured]) -> list[Row]:
 
 
 def mean_error(rows: list[Row], study: str, **names: str) -> float:
-    """Returns the root mean square of the errors of the rows with these names.
+    """Returns the root mean square of the errors of a study's rows.
+
+    Args:
+      rows: Rows of `layer_rows`.
+      study: The study: "arrays", "operators" or "stream".
+      **names: Further keys of the rows and their values.
 
     Raises:
       ValueError: If there is no such row.

@@ -1,6 +1,6 @@
 """Measures the time of a norm or gate and of quantizing its output: figure 4b.
 
-A per-tensor scale must be known before the first code is written. *Just in time*
+A per-tensor scale must be known before the first code is written. *Just-in-time*
 scaling reads the output once more to find its amax. *Group scaling* computes the scale
 from partial amax values that the operator returns with its output. *Delayed* scaling
 uses an older scale. Per-token and per-group scales need no second pass. Operators run
@@ -96,12 +96,12 @@ _OPERATORS: dict[Operator, tuple[Callable, dict[str, Method]]] = {
 
 
 def time_rows(shape: tuple[int, int]) -> list[Row]:
-    """Times each operator with each method, for outputs of `shape`.
+    """Times each operator with each method of quantizing, and returns a row for each.
 
     Ratios are relative to the operator that returns BF16 and quantizes nothing.
 
     Args:
-      shape: Tokens and features of the output.
+      shape: The numbers of tokens and of features of the output.
     """
     rows = []
     for name, (operator, methods) in _OPERATORS.items():

@@ -1,4 +1,4 @@
-"""A decoder layer, operator by operator, with activations stored in any way.
+"""Runs a decoder layer operator by operator, and stores activations in any precision.
 
 The function `run` computes the same as `coat_jax.layers.decoder.DecoderLayer`, in the
 dtype of the input, and also returns the activations in between.
@@ -41,7 +41,7 @@ Store = Callable[[str, Float[Array, "b s n"]], Float[Array, "b s n"]]
 
 
 def keep(site: str, x: Array) -> Array:
-    """Returns `x` unchanged: the `store` that loses nothing."""
+    """Returns `x` unchanged; this is the default `store` of `run`."""
     del site
     return x
 
@@ -49,7 +49,7 @@ def keep(site: str, x: Array) -> Array:
 def run(
     layer: DecoderLayer, x: Float[Array, "b s h"], store: Store = keep
 ) -> tuple[Float[Array, "b s h"], dict[str, Float[Array, "b s n"]]]:
-    """Applies a layer.
+    """Applies a decoder layer, and also returns the activations inside it.
 
     Args:
       layer: One decoder layer.

@@ -33,7 +33,7 @@ _LAYERS = 2
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     args = parser().parse_args(argv)
     shape = shape_of(args)
     console = Console(width=120)
@@ -85,9 +85,9 @@ def shape_of(args: argparse.Namespace) -> Shape:
 
 
 def saved_by_layers(name: str, shape: Shape) -> ResidualReport:
-    """Returns the residuals that two layers of case `name` save under `scan`.
+    """Returns the report of the residuals that two layers save under `scan`.
 
-    Parameters are BF16.
+    `name` is the case. Parameters are in BF16.
     """
     case = CASES[name]
     config = llama.LlamaConfig(
@@ -112,14 +112,14 @@ def saved_by_layers(name: str, shape: Shape) -> ResidualReport:
 
 
 def case_reports(shape: Shape) -> dict[str, ResidualReport]:
-    """Returns the residuals that the layers save in each of `CASES`."""
+    """Returns reports of the residuals that two layers save, by the case in `CASES`."""
     return {case: saved_by_layers(case, shape) for case in CASES}
 
 
 def case_rows(reports: Mapping[str, ResidualReport], shape: Shape) -> list[Row]:
-    """Returns a row per case: the saved MiB of a layer, and units by operation.
+    """Returns a row per case: the MiB that a layer saves, and units by operation.
 
-    A unit is `shape.unit` bytes. Rows also have the paper's units and the target's.
+    A unit is `shape.unit` bytes. Rows also have the units in the paper and the target.
     """
     rows = []
     for case, report in reports.items():
@@ -136,7 +136,7 @@ def case_rows(reports: Mapping[str, ResidualReport], shape: Shape) -> list[Row]:
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """Returns the targets for what FP8 recipes and `fp8_remat` save."""
+    """Returns the targets for the bytes that FP8 recipes and `fp8_remat` save."""
     units = {row["recipe"]: row["units"] for row in rows}
     targets = [
         Bar.of(f"{case}, U", "<=", target, units[case])

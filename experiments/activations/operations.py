@@ -1,7 +1,7 @@
 """Assigns saved arrays to a layer's operations, the columns of the paper's table 2.
 
-An array that several operations read is saved once and counted once: for a matmul if
-the array was saved for one, and otherwise for the operation that its shape tells.
+An array that several operations read is saved once and counted once: for the matmul if
+it was saved for a matmul, and otherwise for the operation that its shape indicates.
 """
 
 import math
@@ -30,7 +30,7 @@ _GROUP, _PRODUCT_GROUP = 16, 128
 
 
 def split(report: ResidualReport, shape: Shape) -> dict[Operation, int]:
-    """Returns the bytes of all saved arrays but arguments, by operation.
+    """Returns the bytes of all saved arrays, except arguments, by operation.
 
     Raises:
       ValueError: If there is an array that no operation of a layer saves.
@@ -43,14 +43,14 @@ def split(report: ResidualReport, shape: Shape) -> dict[Operation, int]:
 
 
 def operation(row: Residual, shape: Shape) -> Operation:
-    """Returns the operation that a saved array is for.
+    """Returns the operation that saves an array.
 
     Args:
       row: An array that layers under `scan` save; its first axis is the layer.
       shape: The layer's shape.
 
     Raises:
-      ValueError: If no operation of a layer saves such an array.
+      ValueError: If no operation of a layer saves an array of this shape.
     """
     _, *sizes = row.shape
     if math.prod(sizes) == 1 or any(name in row.asked_by for name in _PRODUCTS):
@@ -76,7 +76,7 @@ def _is_attentions(sizes: list[int], shape: Shape) -> bool:
     """Returns whether an array of `sizes` belongs to attention.
 
     These arrays are the heads, the qkv output before it is split into heads, the scales
-    of both, and the statistics of attention's rows.
+    of these two, and the statistics of attention's rows.
     """
     if shape.hidden // shape.head_dim in sizes[1:-1]:
         return True
@@ -89,9 +89,10 @@ def _is_attentions(sizes: list[int], shape: Shape) -> bool:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Returns table 2: U by operation, and the first row's total over each row's.
+    """Returns table 2: saved units by operation, their total, and ratios of totals.
 
-    The paper's numbers are below ours in brackets.
+    The ratio is the first row's total over the total of each row. The paper's numbers
+    are below ours in brackets.
     """
     title = "Saved activations of a layer in U (paper's below)"
     result = new_table(title, "", *TITLES.values(), "Total", "Ratio", "MiB")
@@ -108,7 +109,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def draw(rows: list[dict[str, Any]]) -> Figure:
-    """Draws a bar of the saved U per case, with the paper's thinner bars below."""
+    """Draws bars of the saved units of each case, with the paper's bars below them."""
     figure = Figure(figsize=(9, 5), layout="constrained", dpi=150)
     axes = figure.subplots()
     places = np.arange(len(rows))[::-1]

@@ -1,1 +1,1 @@
-"""Speed and memory: kernels, optimizer steps, layers and whole models."""
+"""Benchmarks of speed and memory: kernels, optimizer steps, layers and models."""

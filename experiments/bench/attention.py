@@ -1,13 +1,14 @@
-"""Time of the attention kernels against cuDNN's attention and XLA's.
+"""Compares the speed of the attention kernels with cuDNN's attention and XLA's.
 
     uv run python -m experiments.bench.attention
 
 first compares the kernels with attention in float64 on short sequences, and ends with
-exit code 2 if they differ. Then it times causal attention in BF16, forward alone and
-with backward, and alternates between the kernels with several tiles, cuDNN's attention
-where there is no soft cap, and XLA's attention. For packed sequences the last two read
-a mask. The program writes `bench_attention.json` after each case. Rates count matmuls
-of the scores that are not masked: two forward, and five backward.
+exit code 2 if they differ. Then it times causal attention in BF16: the forward pass
+alone, and the forward and backward passes together. Timing alternates between the
+kernels with several tiles, cuDNN's attention if there is no soft cap, and XLA's
+attention. For packed sequences, cuDNN's and XLA's attention read a mask. The program
+writes `bench_attention.json` after each case. Rates count matmuls of the scores that
+are not masked: two in the forward pass, and five in the backward pass.
 """
 
 import argparse
@@ -54,8 +55,8 @@ class Case:
       head_dim: The size of heads.
       seq: The length of sequences.
       batch: The number of sequences.
-      softcap: The bound of scores, or None.
-      window: The number of positions that a query attends to; None means all earlier.
+      softcap: The soft cap of scores, or None.
+      window: The number of positions that a query attends to; None means no limit.
       documents: The number of documents of random lengths in each sequence.
     """
 
@@ -68,7 +69,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `pallas_kernels.attention`."""
+        """The keyword arguments of `pallas_kernels.attention`."""
         ids = jnp.asarray(self.ids()) if self.documents > 1 else None
         return {"softcap": self.softcap, "window": self.window, "segment_ids": ids}
 
@@ -82,7 +83,7 @@ class Case:
         return starts.cumsum(1, dtype=np.int32)
 
     def counts(self) -> np.ndarray:
-        """Returns the mask of the scores that count, bool [batch, 1, seq, seq]."""
+        """Returns the mask of scores, true if not masked, bool [batch, 1, seq, seq]."""
         distance = np.arange(self.seq)[:, None] - np.arange(self.seq)
         near = (distance >= 0) & (distance < (self.window or self.seq))
         ids = self.ids()
@@ -99,7 +100,10 @@ class Case:
         )
 
     def flops(self, matmuls: int) -> float:
-        """Returns the FLOPs of `matmuls` matmuls of the scores that are not masked."""
+        """Returns the FLOPs of matmuls of the scores that are not masked.
+
+        `matmuls` is the number of matmuls.
+        """
         scores = int(self.counts().sum()) * _HEADS[self.head_dim][0]
         return 2 * matmuls * scores * self.head_dim
 
@@ -133,7 +137,7 @@ def main() -> None:
 
 
 def checked(head_dims: list[int]) -> Iterator[Row]:
-    """Yields the relative errors of the kernels on short sequences."""
+    """Yields rows with the relative errors of the kernels on short sequences."""
     choices = itertools.product(head_dims, (None, _SOFTCAP), (None, 300), (1, 5))
     for head_dim, softcap, window, documents in choices:
         kind = {"softcap": softcap, "window": window, "documents": documents}
@@ -171,7 +175,11 @@ def _in_float64(case: Case, *arrays: jax.Array) -> Iterator[np.ndarray]:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Yields all cases: with a soft cap, a window, both, neither, and documents."""
+    """Yields all cases of the command line, except windows that sequences fit into.
+
+    The cases are attention without options, with a soft cap, with a window, with both,
+    and with several documents in a sequence.
+    """
     caps = {}, {"softcap": _SOFTCAP}
     kinds = [*caps, *(cap | {"window": w} for w in args.windows for cap in caps)]
     kinds += [{"documents": documents} for documents in args.documents]
@@ -183,7 +191,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def tunings(head_dim: int) -> dict[str, Tuning]:
-    """Returns tunings by name: the default, and others that change one kernel each."""
+    """Returns tunings by name: the default, and others that each change one kernel."""
     usual = Tuning.of(head_dim)
     others = _TILES[head_dim]
     named = {"default": usual}
@@ -209,7 +217,7 @@ _TILES = {
 def _passes(
     case: Case, implementation: str, tuning: Tuning | None, q, k, v, do
 ) -> tuple[jax.Array, ...]:
-    """Computes the output and the gradients with an implementation of the library."""
+    """Computes the output and the gradients with the library's attention."""
     options = case.options | {"implementation": implementation, "tuning": tuning}
     out, lse = pallas_kernels.attention(q, k, v, **options)
     grads = pallas_kernels.attention_grad(do, q, k, v, out, lse, **options)
@@ -223,7 +231,7 @@ def _forward(case: Case, tuning: Tuning | None, q, k, v, do) -> jax.Array:
 
 
 def _of_jax(case: Case, implementation: str, q, k, v) -> jax.Array:
-    """Computes attention with JAX's function, or in plain jnp with a soft cap."""
+    """Computes attention with JAX's function, or in plain `jnp` with a soft cap."""
     window = None if case.window is None else (case.window - 1, 0)
     ids = jnp.asarray(case.ids())
     within = ids[:, None, :, None] == ids[:, None, None]
@@ -257,7 +265,15 @@ def _both(fn: Callable, q, k, v, do) -> tuple[jax.Array, ...]:
 
 
 def measured(case: Case, default_tiles: bool, options: dict[str, Any]) -> list[Row]:
-    """Times all implementations of a case; backward recomputes XLA's attention."""
+    """Times all implementations of a case, and returns a row for each.
+
+    XLA's attention is recomputed in the backward pass.
+
+    Args:
+      case: The shape of attention.
+      default_tiles: Whether to time no tiles except the default.
+      options: The turns of timing, as `turns_of` returns them.
+    """
     arrays = case.arrays()
     forward, both = {}, {}
     for name, tuning in tunings(case.head_dim).items():
@@ -299,7 +315,7 @@ def _case_of(row: Row) -> tuple[Any, ...]:
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """Returns the target of the kernels with a soft cap, on GPUs."""
+    """Returns the target for the speed with a soft cap, or no target without a GPU."""
     ratios = [
         row["ratio_to_xla"]
         for row in rows

@@ -1,12 +1,12 @@
-"""Times of tracing, lowering and compiling unrolled layers, without a GPU.
+"""Times tracing, lowering and compiling of unrolled layers, without a GPU.
 
     uv run python -m experiments.bench.compile
 
-compiles a training step of Llama layers in plain Flax, optimizer included, for one
-H200 and for two. The cases are this library, BF16, and BF16 with a remat of all but
-matmuls. Each measurement is a fresh process without a persistent cache, and counts the
-CPU seconds of all its threads and children. A last process traces a layer, and counts
-the functions of this library that run meanwhile.
+compiles a training step of Llama layers in plain Flax, with the optimizer, for one
+H200 and for two. The cases are this library, BF16, and BF16 with `jax.checkpoint` that
+saves only matmuls. Each measurement is a fresh process without a persistent cache, and
+counts the CPU seconds of all its threads and children. A last process traces a layer,
+and counts the functions of this library that run during the trace.
 
 The compiler needs packages that `experiments.common.sm90` names.
 """
@@ -39,7 +39,7 @@ _LAYERS = 32
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     top = parser()
     args = top.parse_args(argv)
     if why := sm90.missing():
@@ -74,7 +74,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measured(case: Row) -> Row:
-    """Measures a case in a fresh process, and returns its row."""
+    """Measures a case in a fresh process, and returns its row.
+
+    Raises:
+      RuntimeError: If the process fails.
+    """
     command = [sys.executable, "-m", "experiments.bench.compile_case", json.dumps(case)]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -87,7 +91,10 @@ def measured(case: Row) -> Row:
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Returns the targets of the measured cases."""
+    """Returns the targets for the rows that were measured.
+
+    The targets are for the CPU seconds of 32 layers, and for the times of traces.
+    """
     seconds = {
         (row["gpus"], row["layers"], row["case"]): row["cpu_s"]
         for row in rows
@@ -109,7 +116,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Returns the rows of compiled programs as a table."""
+    """Returns a table of the rows, except for traces."""
     columns = [Column("", "case"), Column("GPUs", "gpus"), Column("layers", "layers")]
     for stage in compile_case.STAGES:
         columns.append(Column(f"{stage} s", f"{stage}_cpu_s", "{:.1f}"))

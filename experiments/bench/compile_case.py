@@ -1,4 +1,4 @@
-"""Measures one case of `experiments.bench.compile`, in a process of its own.
+"""Measures one case of `experiments.bench.compile`, in a separate process.
 
     python -m experiments.bench.compile_case '{"case": "both", "gpus": 1, ...}'
 
@@ -59,13 +59,13 @@ _PACKAGES = ("coat_jax", "pallas_kernels")
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a layer's sizes to a command line."""
+    """Adds the options for a layer's sizes to a command line parser."""
     for name, default in _SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
 
 def sizes(args: argparse.Namespace) -> dict[str, int]:
-    """Returns the sizes of a layer from a command line; `batch` is for each GPU."""
+    """Returns the sizes of a layer from the command line; `batch` is per GPU."""
     return {name: getattr(args, name) for name in _SIZES}
 
 
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def for_hopper() -> Iterator[None]:
-    """Chooses kernels as on an H200, without a GPU."""
+    """Makes the library choose kernels as on an H200 in this context, without a GPU."""
     device = SimpleNamespace(
         platform="gpu",
         compute_capability="9.0",
@@ -113,7 +113,10 @@ def compiled(case: str, shape: Shape, gpus: int, layers: int) -> dict[str, Any]:
 
 
 def kernels(text: str) -> dict[str, int]:
-    """Returns the number of kernel calls in a program, and of distinct kernels."""
+    """Returns the numbers of kernel calls and of distinct kernels in a program.
+
+    `text` is the program as text.
+    """
     hashes = re.findall(r'"mosaic_gpu_v2".*?kernel_hash = "(.*?)", module', text)
     return {"kernel_calls": len(hashes), "kernels": len(set(hashes))}
 
@@ -121,7 +124,14 @@ def kernels(text: str) -> dict[str, int]:
 def step(
     case: str, shape: Shape, layers: int, mesh: Mesh | None
 ) -> tuple[Callable, tuple[Any, ...]]:
-    """Returns a training step and its abstract arguments on one GPU or on a mesh."""
+    """Returns a training step and its abstract arguments, on one GPU or on a mesh.
+
+    Args:
+      case: A name in `CASES`.
+      shape: The shape of a layer and its input.
+      layers: The number of layers.
+      mesh: The mesh that parameters and the batch are sharded over; None means one GPU.
+    """
     named, wrap, optimizer = CASES[case]
     layer, params = foreign.case_of("llama", named, shape)
     layer, tx = wrap(layer), optimizer(1e-4)
@@ -162,10 +172,11 @@ def _split(mesh: Mesh, x: Any) -> NamedSharding:
 
 
 def traces(shape: Shape) -> dict[str, Any]:
-    """Times the trace of one layer, and of further layers that equal it.
+    """Times the trace of one layer, and the trace of further, equal layers.
 
     The result also has the number of functions of this library that run while a layer
-    is traced: for another sequence length, because JAX would reuse an earlier trace.
+    is traced. They are counted with another sequence length, because JAX would reuse an
+    earlier trace.
     """
     _trace_s("bf16", shape, [1])  # JAX loads what any layer needs.
     first, further = _trace_s("both", shape, [1, _FURTHER])
@@ -203,9 +214,9 @@ def _trace_s(case: str, shape: Shape, layers: Sequence[int]) -> list[float]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[set[tuple[str, int, str]]]:
-    """Collects the functions of this library that run in this context.
+    """Yields a set that collects the library's functions that run in this context.
 
-    Each is given by its file, line and name.
+    Each function is given by its file, line and name.
     """
     functions = set()
     folders = tuple(str(Path(sys.modules[n].__file__).parent) for n in _PACKAGES)
@@ -223,7 +234,7 @@ def counted() -> Iterator[set[tuple[str, int, str]]]:
 
 
 def _cpu_s() -> float:
-    """Returns the CPU seconds of this process and of its children that ended."""
+    """Returns the CPU seconds of this process and of its ended child processes."""
     usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

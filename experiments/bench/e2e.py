@@ -1,4 +1,4 @@
-"""Training steps of a Llama: tokens per second and use of memory.
+"""Measures training steps of a Llama: tokens per second and use of memory.
 
     uv run python -m experiments.bench.e2e
     uv run python -m experiments.bench.e2e --cases coat coat_max --batch 2 8
@@ -7,16 +7,16 @@
     uv run python -m experiments.bench.e2e --preset llama3-8b --layers 8 --seq 32768 \
         --cases coat --batch 1 --gpus 2 --context 1 2 --out long_sequences.json
 
-Parameters are BF16, the context is 2048, and the data are random tokens. BF16 and `te`
-train with `optax.adamw` and float32 moments. `coat` and `coat_max` train with
-`coat.fp8_adamw` in one pass (`coat.fused_update`). In cases named "released" the
+Parameters are BF16, sequences have 2048 tokens by default, and the tokens are random.
+BF16 and `te` train with `optax.adamw` and float32 moments. `coat` and `coat_max` train
+with `coat.fp8_adamw` in one pass (`coat.fused_update`). In cases named "released" the
 optimizer steps inside the backward pass (`coat.value_and_update`). On several GPUs
-parameters, moments and the batch are split over all of them. With `--context N` each
-sequence is split over N GPUs, and `--batch` is the number of sequences of N GPUs. With
-`--expert N` the experts are split over N GPUs, which send one another tokens. Each
-case, batch size and number of GPUs runs in its own process. New rows are added to the
-rows of the results file, which may be of several models, so that cases can be measured
-one by one.
+parameters, moments and the batch are sharded over all of them. With `--context N` each
+sequence is sharded over N GPUs, and `--batch` counts the sequences of these N GPUs
+together. With `--expert N` the experts are sharded over N GPUs, and the GPUs send one
+another tokens. Each case, batch size and number of GPUs runs in its own process. New
+rows are added to the rows of the results file, so that cases can be measured one by
+one. The file can hold rows of several models.
 """
 
 import argparse
@@ -90,7 +90,7 @@ for _recipe, _values in TABLE_7["Llama-2-7B", 4, 2].items():
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     top = parser()
     args = top.parse_args(argv)
     sizes = {name: getattr(args, name) for name in _sizes()}
@@ -154,9 +154,18 @@ def measured(
     xla_flags: str = "",
     **options: Any,
 ) -> Row:
-    """Measures a row in a new process; the row has an error if the process dies.
+    """Measures a case in a new process, and returns its row.
 
-    `options` are further arguments of `measure_alone`.
+    The row has an error if the process dies.
+
+    Args:
+      case: The name of the case.
+      model: The sizes of the model.
+      batch: The number of sequences of each GPU, or of the GPUs that share a sequence.
+      steps: The number of timed steps.
+      spread: The GPUs, and how they share sequences and experts.
+      xla_flags: Additions to the environment variable XLA_FLAGS.
+      **options: Further arguments of `measure_alone`.
     """
     spawn = multiprocessing.get_context("spawn")
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
@@ -175,7 +184,7 @@ def measured(
 
 @contextmanager
 def _environment(xla_flags: str) -> Iterator[None]:
-    """Adds to XLA_FLAGS in this context; new processes inherit the variable."""
+    """Appends to XLA_FLAGS in this context; new processes inherit the variable."""
     outer_flags = os.environ.get("XLA_FLAGS")
     os.environ["XLA_FLAGS"] = f"{outer_flags or ''} {xla_flags}".strip()
     try:
@@ -187,10 +196,11 @@ def _environment(xla_flags: str) -> Iterator[None]:
 
 
 def joined(rows: list[Row], row: Row) -> list[Row]:
-    """Returns sorted rows with `row`, which replaces the row of the same measurement.
+    """Returns `rows` with `row` added, sorted by `_key`.
 
-    Rows are of the same measurement if their model, case, number of GPUs, batch,
-    splits of sequences and experts, and flags are equal.
+    A row of `rows` with the same key is a measurement of the same case, and `row`
+    replaces it. The key is the model, the case, the number of GPUs, the batch, the
+    sharding of sequences and experts, the buffer of experts, and the flags.
     """
     return sorted(results.joined(rows, row, _key), key=_key)
 
@@ -206,23 +216,24 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _splits(row: Row) -> tuple[int, int, float]:
-    """Returns how many GPUs split a sequence and the experts, and the experts' buffer.
+    """Returns the numbers of GPUs that share a sequence and the experts, and a buffer.
 
-    A row without a buffer has infinity; see `Spread`. Rows of earlier versions lack
-    these entries.
+    The buffer limits the rows of experts, see `Spread`; it is infinite in a row without
+    one. Rows of earlier versions can lack all three entries.
     """
     return row.get("context", 1), row.get("expert", 1), row.get("buffer") or math.inf
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Adds to each row its speed relative to other rows of the same model.
+    """Returns the rows with their speeds relative to other rows of the same model.
 
-    `ratio_to_bf16` is relative to `bf16` with the same batch size, flags and commit:
-    GPUs of one kind differ by 2%, and rows of one commit were measured on one GPU. A
-    row keeps its ratio if only `bf16` was measured again, at another commit.
-    `ratio_to_one_gpu` compares tokens per second and GPU with the same case, batch size
-    and commit on one GPU, with the fastest flags. `ratio_to_best_bf16` is relative to
-    the fastest BF16 row on as many GPUs, with any batch size, flags and commit.
+    `ratio_to_bf16` is relative to the case `bf16` with the same batch size, flags and
+    commit. GPUs of one kind differ by 2%, and rows of one commit were measured on one
+    GPU. A row keeps its ratio if only `bf16` was measured again, at another commit.
+    `ratio_to_one_gpu` is the row's tokens per second and GPU, relative to one GPU with
+    the same case, batch size and commit, and with the fastest flags.
+    `ratio_to_best_bf16` is relative to the fastest BF16 row on as many GPUs, with any
+    batch size, flags and commit.
     """
     rates = {_identity(row): _rate(row) for row in rows if _ran(row)}
     best: dict[Any, float] = {}
@@ -249,7 +260,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 
 
 def _gpus(row: Row) -> int:
-    """Returns the number of GPUs, 1 in rows of earlier versions without a number."""
+    """Returns the number of GPUs: 1 for rows of earlier versions, which lack it."""
     return row.get("gpus", 1)
 
 
@@ -258,7 +269,7 @@ def _identity(row: Row) -> tuple[Any, ...]:
 
 
 def _rate(row: Row) -> float:
-    """Returns tokens per second and GPU."""
+    """Returns the tokens per second and GPU of a row."""
     return row["tokens_per_s"] / _gpus(row)
 
 
@@ -267,7 +278,7 @@ def _ran(row: Row) -> bool:
 
 
 def _best(rows: list[Row], gpus: int, cases: Sequence[str]) -> float:
-    """Returns the most tokens per second and GPU of `cases` on `gpus` GPUs, or 0.0."""
+    """Returns the most tokens per second and GPU among `cases`, or 0.0 if none ran."""
     of_cases = [r for r in rows if r["case"] in cases and _gpus(r) == gpus and _ran(r)]
     return max(map(_rate, of_cases), default=0.0)
 
@@ -275,7 +286,7 @@ def _best(rows: list[Row], gpus: int, cases: Sequence[str]) -> float:
 def bars(rows: list[Row], gpu: str = "") -> list[Bar]:
     """Returns the targets for the models and cases that were measured.
 
-    `gpu` is the name of the GPUs, because some targets are for H200s.
+    `gpu` is the name of the GPUs: some targets are only for H200s.
     """
     all_targets = []
     # No target is for GPUs that split sequences or experts.
@@ -296,7 +307,7 @@ def bars(rows: list[Row], gpu: str = "") -> list[Bar]:
 
 
 def _bars_of_one(rows: list[Row]) -> list[Bar]:
-    """Compares the 7B model on one GPU with its targets of memory and tokens/s."""
+    """Returns the targets for memory and speed of the 7B model on one GPU."""
     targets = []
     rows = [row for row in rows if _gpus(row) == 1]
     at = {(row["case"], row["batch"]): row for row in rows if _ran(row)}
@@ -316,7 +327,7 @@ def _bars_of_one(rows: list[Row]) -> list[Bar]:
 
 
 def _bars_of_two(rows: list[Row]) -> list[Bar]:
-    """Compares the cases that were measured on two GPUs with their targets."""
+    """Returns the targets for the cases that were measured on two GPUs."""
     plain = {_key(row): row for row in rows if "peak_gib" in row}
     rows = [row for row in rows if _gpus(row) == 2 and _ran(row)]
     best = _best(rows, 2, PLAIN_CASES)
@@ -336,7 +347,13 @@ def _bars_of_two(rows: list[Row]) -> list[Bar]:
 
 
 def _beside_one(coat: list[Row], where: str, target: float) -> list[Bar]:
-    """Returns the target for the speed of a GPU among several, relative to one GPU."""
+    """Returns the target for the speed of each of several GPUs, relative to one GPU.
+
+    Args:
+      coat: The rows of `coat` on several GPUs.
+      where: The GPUs, as the target's name calls them.
+      target: The least ratio.
+    """
     paired = [row for row in coat if "ratio_to_one_gpu" in row]
     if not paired:
         return []
@@ -346,7 +363,7 @@ def _beside_one(coat: list[Row], where: str, target: float) -> list[Bar]:
 
 
 def _best_of_two(rows: list[Row]) -> list[Bar]:
-    """Returns the target for the best batch on two GPUs, relative to one GPU."""
+    """Returns the target for the fastest batch on two GPUs, relative to one GPU."""
     best = [_best(rows, gpus, ("coat",)) for gpus in (1, 2)]
     if not all(best):
         return []
@@ -355,9 +372,9 @@ def _best_of_two(rows: list[Row]) -> list[Bar]:
 
 
 def _bars_of_more(rows: list[Row], speed: int | None) -> list[Bar]:
-    """Returns the targets of `coat` on the largest number of GPUs, if above two.
+    """Returns the targets for `coat` on the largest number of GPUs, if above two.
 
-    `speed` is the target for the tokens per second of a GPU, if there is one.
+    `speed` is the target for the tokens per second of each GPU; None means no target.
     """
     most = max(map(_gpus, rows))
     coat = [r for r in rows if _ran(r) and (r["case"], _gpus(r)) == ("coat", most)]
@@ -371,7 +388,7 @@ def _bars_of_more(rows: list[Row], speed: int | None) -> list[Bar]:
 
 
 def table(rows: list[Row]) -> Table:
-    """Returns a table of the rows of one model, with the paper's figures below ours."""
+    """Returns a table of one model's rows, with the paper's figures below ours."""
     tokens = with_paper("tokens/s", "tokens_per_s", ",.0f", "g")
     columns = [
         Column("", _case),

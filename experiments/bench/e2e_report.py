@@ -1,9 +1,9 @@
-"""Tables and figures of whole training steps, next to the paper's.
+"""Tables and figures of training steps of full models, next to the paper's.
 
 The paper's numbers are in its table 7, and figure 1 shows them. Measured rows come from
-the results file `bench_e2e`, or by kind of GPU from `by_kind`. Predicted rows come from
-the results file `estimate`, or from `estimate_table_7`, for the paper's GPUs and for
-one to eight GPUs.
+the results file `bench_e2e`, or from `by_kind` for one to four GPUs. Predicted rows
+come from the results file `estimate`, or from `estimate_table_7` for the paper's GPUs
+and for one to eight GPUs.
 """
 
 import itertools
@@ -79,7 +79,7 @@ def memory(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
 
 
 def _parts(optimizer: float, saved: float, peak: float) -> list[str]:
-    """Returns cells for optimizer, activations, the rest of the peak, and the peak."""
+    """Returns four cells: optimizer, saved activations, the rest, and the peak."""
     return [
         f"{size:.1f}" for size in (optimizer, saved, peak - optimizer - saved, peak)
     ]
@@ -103,7 +103,7 @@ def by_kind() -> dict[str, list[Row]]:
 
 
 def several(measured: Mapping[str, Sequence[Row]], predicted: Sequence[Row]) -> Table:
-    """Returns a table of the measured steps of whole models on one to four GPUs."""
+    """Returns a table of the measured steps of full models on one to four GPUs."""
     peaks = {(r["of"], *_place(r["model"], r)): r for r in predicted}
     rows = []
     for kind, row in ((kind, row) for kind, rows in measured.items() for row in rows):
@@ -134,7 +134,7 @@ def several(measured: Mapping[str, Sequence[Row]], predicted: Sequence[Row]) -> 
 
 
 def _or_error(key: str) -> Callable[[Row], Any]:
-    """Returns a function of a row that returns a value, or the row's error."""
+    """Returns a function of a row: it returns the row's error or else `row[key]`."""
     return lambda row: row.get("error") or row[key]
 
 
@@ -149,9 +149,9 @@ def _place(model: str, row: Row) -> tuple[str, str, int, int]:
 def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
     """Draws the tokens per second of each GPU against the number of GPUs.
 
-    There is a panel for each model and kind of GPU of `_SCALED`. Points show the
-    fastest batch that was measured, with its size as a label. Next to them are points
-    of the paper, or points that others have published.
+    There is a panel for each model and kind of GPU in `_SCALED`. Points show the
+    fastest batch that was measured, with its size as a label. They are compared with
+    points of the paper or with points that others have published.
     """
     size = (4.2 * len(_SCALED), 4)
     figure = Figure(figsize=size, layout="constrained", dpi=150)
@@ -188,7 +188,7 @@ def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
 
 
 def _fastest(measured: Sequence[Row], model: ModelSize, recipe: str) -> dict[int, Row]:
-    """Returns the row of a recipe's fastest batch, by the number of GPUs."""
+    """Returns the rows of a recipe's fastest batches, by the number of GPUs."""
     fastest: dict[int, Row] = {}
     for row in sorted(measured, key=_rate):
         of_it = ModelSize.of_row(row) == model and _recipe(row["case"]) == recipe
@@ -198,7 +198,7 @@ def _fastest(measured: Sequence[Row], model: ModelSize, recipe: str) -> dict[int
 
 
 def _papers(recipe: str) -> dict[int, float]:
-    """Returns the paper's tokens/s of a GPU for the 7B model, by number of GPUs."""
+    """Returns the paper's tokens/s of each GPU for the 7B model, by number of GPUs."""
     return {
         gpus: values[recipe][-1]
         for (model, gpus, _), values in TABLE_7.items()
@@ -211,7 +211,7 @@ def _rate(row: Row) -> float:
 
 
 def _recipe(case: str) -> str:
-    """Returns a case's recipe: "bf16" for all cases without this library."""
+    """Returns the recipe of a case: "bf16" for all cases without this library."""
     return "bf16" if case in PLAIN_CASES else case
 
 
@@ -221,7 +221,7 @@ def _line(rates: dict[int, float]) -> tuple[list[int], list[float]]:
 
 
 def paper_speed() -> Table:
-    """Returns a table of the paper's tokens/s of a GPU at the largest batch."""
+    """Returns a table of the paper's tokens/s of each GPU at the largest batch."""
     heads = ("GPUs", "recipe", "largest batch a GPU", "tokens/s a GPU", "x bf16")
     result = new_table("The paper's, on H100s of 80 GB", "", *heads)
     for (model, gpus, _), by_recipe in TABLE_7.items():
@@ -262,7 +262,7 @@ def _setting(row: Row) -> tuple[str, int, int]:
 
 
 def _printed(values: Sequence[float | None]) -> list[str]:
-    """Returns the cells of a row of the paper's table."""
+    """Returns the cells for the values of a recipe in the paper's table 7."""
     if not values:
         return ["", "", "", "out of memory", "none"]
     optimizer, saved, peak, batch, _ = values
@@ -272,9 +272,9 @@ def _printed(values: Sequence[float | None]) -> list[str]:
 
 
 def of_gpus(predicted: Sequence[Row]) -> Table:
-    """Returns a table of the predicted largest batch of a GPU, by recipe and GPUs.
+    """Returns a table of the predicted largest batches, by recipe and number of GPUs.
 
-    Each cell has a batch for every size of a GPU's memory.
+    Each cell has the largest batch of a GPU for every size of a GPU's memory.
     """
     rows = [row for row in predicted if row["study"] == "gpus"]
     memories = sorted({row["gpu_memory_gib"] for row in rows})
@@ -294,9 +294,9 @@ def of_gpus(predicted: Sequence[Row]) -> Table:
 
 
 def draw_shares(predicted: Sequence[Row], model: str = "Llama-2-13B") -> Figure:
-    """Draws a model's memory by kind, predicted and the paper's, like figure 1.
+    """Draws a model's memory by kind, as predicted and as in the paper's figure 1.
 
-    There is a panel for each number of GPUs on which the paper has all recipes.
+    There is a panel for each number of GPUs for which the paper has all recipes.
 
     Args:
       predicted: The rows of `estimate_table_7`.
@@ -336,7 +336,7 @@ def _paper_kinds(optimizer: float, saved: float, peak: float) -> dict[str, float
 
 
 def live(rows: Sequence[Row]) -> Table:
-    """Returns a table of what `estimate.live` measured, with predictions, in MiB."""
+    """Returns a table of what `estimate.live` measured and predicted, in MiB."""
     first = rows[0]
     columns = (
         Column("", "case"),
@@ -355,7 +355,10 @@ def live(rows: Sequence[Row]) -> Table:
 
 
 def _mib(title: str, gib: Callable[[Row], float | None]) -> Column:
-    """Returns a column of a size in MiB."""
+    """Returns a column that shows a size in MiB.
+
+    `gib` is a function of a row that returns the size in GiB, or None.
+    """
 
     def size(row: Row) -> float | None:
         gib_of_row = gib(row)

@@ -1,13 +1,13 @@
-"""Time and memory of layers in plain Flax, with and without this library.
+"""Measures time and memory of layers in plain Flax, with and without this library.
 
     uv run python -m experiments.bench.foreign
 
-times layers of several kinds, forward and backward, in BF16: as they are, with
-`coat.fp8_remat`, with `dot_general=coat.fp8_dot_general`, with both, and converted by
-`coat.fp8`. Decoder layers are compared with this library's own layer, too, in its
-`coat` recipe and in BF16. All cases of a layer are timed in alternation. U is the size
-of the residual stream in BF16. Commands for the sizes of Qwen3-8B, and for heads as in
-Gemma 2:
+times the forward and backward passes of layers of several kinds in BF16: unchanged,
+with `coat.fp8_remat`, with `dot_general=coat.fp8_dot_general`, with both, with both and
+recomputed attention, and converted by `coat.fp8`. Decoder layers are also compared with
+this library's own layer, in its recipe `coat` and in BF16. All cases of a layer are
+timed in alternation. The unit U is the size of the residual stream in BF16. Commands
+for the sizes of Qwen3-8B, and for heads as in Gemma 2:
 
     uv run python -m experiments.bench.foreign --layers qwen --intermediate 12288
     uv run python -m experiments.bench.foreign --layers "gemma 2" --head-dim 256
@@ -99,7 +99,7 @@ _OTHER_MODELS = ("qwen", "gemma 2", "gemma 2, coat.attention")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     top = parser()
     args = top.parse_args(argv)
     shape = shape_of(args)
@@ -133,9 +133,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def case_of(name: str, case: str, shape: Shape) -> tuple[Callable, nnx.State]:
-    """Returns a case as a function of parameters and inputs, and its parameters.
+    """Returns a case as a function, and the abstract parameters of that function.
 
-    The parameters are abstract.
+    The function takes parameters and inputs.
+
+    Args:
+      name: The name of a layer in `LAYERS`.
+      case: A name in `CASES` or `OWN_CASES`.
+      shape: The shape of the layer.
     """
     if case in OWN_CASES:
         options = OWN_OPTIONS[LAYERS[name]]
@@ -194,13 +199,16 @@ def layer_rows(
 def forward_backward(
     fn: Callable, params: nnx.State, dy: jax.Array, *xs: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """Computes a layer and the gradients of its parameters and inputs."""
+    """Returns a layer's output, and the gradients of its parameters and inputs.
+
+    `dy` is the gradient of the output.
+    """
     y, vjp = jax.vjp(fn, params, *xs)
     return y, vjp(dy)
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Returns the targets of the measured cases: of memory, and on GPUs of time."""
+    """Returns the targets of the measured cases for memory and, on GPUs, for speed."""
     results = []
     own_ms = {
         row["layer"]: row["forward_backward_ms"] for row in rows if row["case"] == OWN

@@ -1,4 +1,4 @@
-"""Time of the kernels against XLA, a device copy's bandwidth and cuBLASLt's rate.
+"""Times the kernels against XLA, the bandwidth of a device copy, and cuBLASLt.
 
     uv run python -m experiments.bench.kernels
 
@@ -40,7 +40,7 @@ _REST_S = 0.02
 
 
 def main() -> None:
-    """Prints tables and writes the results file."""
+    """Measures the kernels, writes the results file and prints tables."""
     parser = new_parser("experiments.bench.kernels", __doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=("elementwise", "products"))
@@ -65,7 +65,7 @@ def joined(rows: list[Row], row: Row) -> list[Row]:
 
 
 def case_of(row: Row) -> tuple[str, str]:
-    """Returns the kernel of a row, and its matmul or its shape."""
+    """Returns the kernel of a row, and the name of its matmul or else its shape."""
     return row["kernel"], row.get("name", row["shape"])
 
 
@@ -117,7 +117,7 @@ class ProductCase(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the kernel and of the matmul."""
+        """The names of the kernel and of the matmul, joined by a comma."""
         return f"{self.kernel}, {self.product.name}"
 
     @property
@@ -152,7 +152,13 @@ def _programs(
 
 
 def elementwise_row(case: kernel_cases.KernelCase, compiled: list, copy: float) -> Row:
-    """Returns times of the kernel and XLA, and the bandwidth relative to a copy's."""
+    """Returns a row of an elementwise kernel: times, and rates relative to a copy.
+
+    Args:
+      case: The kernel and its shape.
+      compiled: The compiled programs of the kernel and of XLA, or exceptions.
+      copy: The bandwidth of a device copy in GB/s.
+    """
     row: Row = {"kernel": case.kernel, "shape": "{} x {}".format(*case.shape)}
     for error in compiled:
         if isinstance(error, Exception):
@@ -177,7 +183,10 @@ def products(args: argparse.Namespace) -> Iterable[ProductCase]:
 
 
 def product_row(case: ProductCase, compiled: list) -> Row:
-    """Returns the times and rates of the kernel, and of cuBLASLt through XLA."""
+    """Returns a row with times and rates of the kernel, and of cuBLASLt through XLA.
+
+    `compiled` has the programs of both, or exceptions.
+    """
     m, n, k = case.product.shape
     row: Row = {"kernel": case.kernel, "shape": f"{m} x {n} x {k}"}
     row["name"] = case.product.name
@@ -200,7 +209,9 @@ def product_row(case: ProductCase, compiled: list) -> Row:
 
 
 def xla(kernel: str, a: jax.Array, b: jax.Array, *more: jax.Array) -> Any:
-    """Computes the baseline of a kernel: cuBLASLt's matmul, then separate operations.
+    """Computes a kernel's result with cuBLASLt's matmul and separate operations.
+
+    The operations after the matmul depend on `kernel`:
 
     - "added": an addition follows.
     - "heads": XLA splits the heads and applies RoPE.
@@ -221,7 +232,7 @@ def xla(kernel: str, a: jax.Array, b: jax.Array, *more: jax.Array) -> Any:
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """Returns the kernels' targets on an H200."""
+    """Returns the targets of the kernels, which are for an H200."""
     targets = []
     quick = [r for r in rows if "share_of_copy" in r]
     if quick:
@@ -254,7 +265,7 @@ def bars(rows: list[Row]) -> list[Bar]:
 
 
 def _as_it_runs(row: Row) -> float:
-    """Returns a matmul's speedup over cuBLASLt with the implementation that runs.
+    """Returns the speedup over cuBLASLt of the implementation that the library runs.
 
     The speedup is 1 if the tuning table chooses cuBLASLt.
     """

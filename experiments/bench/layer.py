@@ -1,12 +1,12 @@
-"""Time and memory of a Llama layer, forward and backward, by recipe.
+"""Measures time and memory of a Llama layer, forward and backward, by recipe.
 
     uv run python -m experiments.bench.layer
 
-times a layer with BF16 weights: the BF16 layer as JAX differentiates it, the same with
-policies of `jax.checkpoint` and with `fp8_remat`, and the FP8 recipes. All cases of a
-shape are timed in alternation. The paper's numbers, from table 6 and the total of
-table 2, are printed below ours. Rows of other hidden sizes and sequences stay in the
-results file.
+times a layer with BF16 weights: the BF16 layer as JAX differentiates it, the same layer
+with policies of `jax.checkpoint` and with `fp8_remat`, and the FP8 recipes. All cases
+of a shape are timed in alternation. The paper's numbers, from table 6 and the totals of
+table 2, are printed below ours. Rows of other hidden sizes and sequence lengths remain
+in the results file.
 """
 
 import argparse
@@ -73,7 +73,8 @@ class Compiled(NamedTuple):
       forward: The program of the forward pass.
       forward_backward: The program of the forward and the backward pass.
       histories: The abstract histories of delayed scaling.
-      known: The columns of the case's row that compilation alone gives.
+      known: The entries of the case's row that are known after compilation: memory
+        sizes.
     """
 
     forward: jax.stages.Compiled
@@ -87,7 +88,7 @@ class Compiled(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     top = parser()
     args = top.parse_args(argv)
     if args.profile and "bf16" not in args.cases:
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line.
 
-    The default shapes are the four of the paper's table 6.
+    The default shapes are the four shapes of the paper's table 6.
     """
     top = new_parser("experiments.bench.layer", __doc__)
     add = top.add_argument
@@ -148,7 +149,11 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
 def compile_cases(
     shapes: Sequence[Shape], cases: Sequence[str] = tuple(CASES)
 ) -> dict[Shape, dict[str, Compiled]]:
-    """Compiles every case for every shape, several at a time."""
+    """Compiles every case for every shape, several of them in parallel.
+
+    Returns:
+      The compiled programs by shape and case.
+    """
     both = [(case, shape) for shape in shapes for case in cases]
     programs: dict[Shape, dict[str, Compiled]] = {shape: {} for shape in shapes}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -161,13 +166,16 @@ def compile_cases(
 
 
 def known(path: Path) -> tuple[list[Row], list[Row]]:
-    """Returns the rows of a results file, and its rows of profiles."""
+    """Returns the rows of a results file, and the rows of its profiles."""
     rows, parts = (known_rows(path, of=of) for of in ("rows", "parts"))
     return rows, parts
 
 
 def replaced(rows: Sequence[Row], new_rows: Sequence[Row]) -> list[Row]:
-    """Returns sorted rows, with `new_rows` in place of all rows of the same shape."""
+    """Returns `rows`, sorted, with `new_rows` in place of the rows of the same shape.
+
+    All of `new_rows` have one shape.
+    """
     remaining = [
         row for row in rows if not new_rows or _sizes(row) != _sizes(new_rows[0])
     ]
@@ -175,7 +183,7 @@ def replaced(rows: Sequence[Row], new_rows: Sequence[Row]) -> list[Row]:
 
 
 def _sizes(row: Row) -> tuple[int, int]:
-    """Returns the hidden size and the sequence length, which tell shapes apart."""
+    """Returns the hidden size and the sequence length, which identify a shape."""
     return row["hidden"], row["seq"]
 
 
@@ -238,14 +246,14 @@ def _temporaries_mib(compiled: jax.stages.Compiled) -> float:
 
 
 def arguments(shape: Shape) -> tuple[nnx.State, jax.Array, jax.Array]:
-    """Draws random parameters, input and cotangent."""
+    """Draws random BF16 parameters, an input, and the gradient of the output."""
     _, (params, _) = layer(CASES["bf16"], shape)
     x, dy = (normal(seed, shape.input()) for seed in (1, 2))
     return random_params(params), x, 1e-3 * dy
 
 
 def profile_rows(shape: Shape, compiled: Mapping[str, Compiled]) -> list[Row]:
-    """Profiles some cases: returns a row for each kind of kernel, and one for gaps.
+    """Profiles some cases, and returns a row for each kind of kernel and for gaps.
 
     The floor is the time that would remain if quantization cost nothing: half of BF16's
     time for matmuls, and all of BF16's time for attention. "bf16" must be among the
@@ -326,7 +334,7 @@ def dominates(row: Row, other: Row) -> bool:
 
 
 def write(path: Path, rows: list[Row], parts: list[Row]) -> None:
-    """Writes the results file, with the rows of profiles in the entry "parts"."""
+    """Writes the results file, with any rows of profiles in the entry "parts"."""
     extra = {"parts": parts} if parts else {}
     write_results(path, rows=rows, bars=bars(rows), **extra)
 

@@ -1,4 +1,4 @@
-"""The output of `experiments.bench.layer`: tables, and a plot of the frontier."""
+"""Tables of `experiments.bench.layer`, and a plot of its Pareto frontier."""
 
 import collections
 import itertools
@@ -35,7 +35,7 @@ def paper(case: str, shape: Shape) -> Row:
 
 
 def tables(rows: list[Row]) -> Iterator[Table]:
-    """Yields a table like table 6 per shape, with the paper's numbers below ours."""
+    """Yields a table for each shape, like table 6, with the paper's numbers below."""
     columns = (
         Column("", "case"),
         with_paper("fwd, ms", "forward_ms", ".2f"),
@@ -52,7 +52,7 @@ def tables(rows: list[Row]) -> Iterator[Table]:
 
 
 def parts_table(parts: list[Row]) -> Table:
-    """Returns a table of the profiled milliseconds per part, with their floor."""
+    """Returns a table of the profiled milliseconds per part, and of their floors."""
     columns = (
         Column("", "shape"),
         Column("case", "case"),
@@ -67,7 +67,7 @@ def parts_table(parts: list[Row]) -> Table:
 def draw(rows: list[Row]) -> Figure:
     """Plots time against saved activations, with the Pareto frontier of the cases.
 
-    No case is to the left of the frontier and below it.
+    No case has both less time and fewer saved activations than a point of the frontier.
     """
     groups = list(_by_shape(rows))
     columns = min(2, len(groups))
@@ -115,7 +115,7 @@ def _frontier(axes: Axes, rows: list[Row]) -> None:
 
 
 def _by_shape(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Groups rows by shape; rows of one shape must be neighbours."""
+    """Yields the title and rows of each shape; its rows must follow one another."""
     for (hidden, seq, batch), group in itertools.groupby(
         rows, key=lambda row: (row["hidden"], row["seq"], row["batch"])
     ):

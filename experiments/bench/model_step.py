@@ -1,7 +1,7 @@
-"""A training step of a whole Llama, for each of the compared cases.
+"""A training step of a Llama model, for each of the compared cases.
 
-On several GPUs jit splits the work by the shardings of parameters and batch. One more
-case, `BY_HAND`, is BF16 with communication written out: under `shard_map` a loop
+On several GPUs, jit partitions the work by the shardings of parameters and batch. The
+additional case `BY_HAND` is BF16 with explicit communication: under `shard_map` a loop
 gathers each layer's weights, and scatters their gradients.
 
 `measure` should run in its own process. The device memory that it reports then belongs
@@ -54,7 +54,7 @@ MEMORY_SHARE = "0.95"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Sizes of a model and of its context; Llama-2-7B's by default."""
+    """The sizes of a model and the length of its sequences; by default Llama-2-7B's."""
 
     hidden: int = 4096
     intermediate: int = 11_008
@@ -85,7 +85,7 @@ class ModelSize:
 
     @property
     def preset(self) -> str | None:
-        """The preset with these sizes except for layers and context, or None."""
+        """The preset that differs at most in layers and sequence length, or None."""
         differs = {"layers": self.layers, "seq": self.seq}
         for preset in llama.CONFIGS:
             if dataclasses.replace(ModelSize.of(preset), **differs) == self:
@@ -94,7 +94,11 @@ class ModelSize:
 
     @property
     def name(self) -> str:
-        """The name of the preset with the sizes that differ, or the sizes alone."""
+        """The name of the preset with the sizes that differ from it.
+
+        If no preset has these sizes, the name has the number of layers and the hidden
+        size. A sequence length other than 2048 is added.
+        """
         preset = self.preset
         if preset is None:
             title = f"{self.layers} layers of {self.hidden}"
@@ -107,10 +111,13 @@ class ModelSize:
     def config(
         self, case: LayerCase, mesh: Mesh | None = None, buffer: float | None = None
     ) -> llama.LlamaConfig:
-        """Returns the configuration for a case, with parameters in BF16.
+        """Returns the configuration of a case, with parameters in BF16.
 
-        If a preset with experts has these sizes, the model has its experts. `buffer` is
-        an option of experts; see `Spread`.
+        Args:
+          case: The recipe and scaling of the layers.
+          mesh: The mesh, or None for one device.
+          buffer: The option `buffer` of experts; see `Spread`. The model has experts if
+            the preset with these sizes has them.
         """
         options: dict[str, Any] = {"recipe": case.recipe, "scaling": case.scaling}
         options |= {"num_layers": self.layers, "param_dtype": jnp.bfloat16}
@@ -133,14 +140,14 @@ class ModelSize:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The GPUs of a measurement, and what is split over them.
+    """The GPUs of a measurement, and the sizes of the axes that they are divided into.
 
-    Parameters, moments and the batch are split over all GPUs.
+    Parameters, moments and the batch are sharded over all GPUs.
 
     Attributes:
       gpus: The number of GPUs.
-      context: The number of GPUs that each sequence is split over.
-      expert: The number of GPUs that the experts are split over.
+      context: The number of GPUs that each sequence is sharded over.
+      expert: The number of GPUs that the experts are sharded over.
       buffer: The relative size of buffers for rows that one GPU sends to another, or
         None; see `llama.Experts`.
     """
@@ -156,10 +163,11 @@ class Spread:
         return self.gpus // self.context
 
     def mesh(self, model: ModelSize) -> Mesh | None:
-        """Returns the mesh; None means one GPU.
+        """Returns the mesh, or None for one GPU.
 
         Raises:
-          ValueError: If the sizes do not divide the GPUs, or the length of sequences.
+          ValueError: If `context * expert` does not divide the number of GPUs, or the
+            mesh the length of sequences.
         """
         split = self.context * self.expert
         if self.gpus % split:
@@ -174,7 +182,7 @@ ONE_GPU = Spread()
 
 
 class _Wrapped(nnx.Module):
-    """Layers with the wrapper of a case, which decides how they are differentiated."""
+    """Applies layers with the wrapper of a case, which sets their differentiation."""
 
     def __init__(self, layers: nnx.Module, wrap: Callable[[Apply, bool], Apply]):
         self.layers = layers
@@ -189,9 +197,15 @@ class _Wrapped(nnx.Module):
 def loss_function(
     case: str, model: ModelSize, mesh: Mesh | None = None, buffer: float | None = None
 ) -> tuple[Callable, LayerState]:
-    """Returns the loss function, and its abstract parameters and histories.
+    """Returns the loss function of a case, and its abstract parameters and histories.
 
     The loss function takes parameters, histories and tokens [b, s + 1].
+
+    Args:
+      case: The name of the case.
+      model: The model's sizes.
+      mesh: The mesh, or None for one device.
+      buffer: An option of experts; see `Spread`.
     """
     if case == BY_HAND:
         return _loss_by_hand(model, mesh)
@@ -222,7 +236,7 @@ def _abstract(
 
 
 def _loss_by_hand(model: ModelSize, mesh: Mesh | None) -> tuple[Callable, LayerState]:
-    """Returns what `loss_function` returns, for `BY_HAND`.
+    """Returns the loss function and the abstract state of the case `BY_HAND`.
 
     Raises:
       ValueError: If there is no mesh.
@@ -276,7 +290,7 @@ def measure_alone(
     spread: Spread,
     share: str = MEMORY_SHARE,
 ) -> Row:
-    """Runs `measure` with a share of the devices' memory.
+    """Runs `measure`, with `share` as the share of the devices' memory that JAX takes.
 
     JAX must not have been used in this process yet.
     """
@@ -285,7 +299,7 @@ def measure_alone(
 
 
 def take_memory(*, at_once: bool, share: str = MEMORY_SHARE) -> None:
-    """Makes JAX reserve a share of the devices' memory at once, or when it is needed.
+    """Makes JAX reserve a share of the devices' memory: at once, or as it is needed.
 
     JAX must not have been used in this process yet.
     """
@@ -306,14 +320,14 @@ def measure(
       case: A name in `CASES`, with `RELEASED` at its end for `coat.value_and_update`,
         or `BY_HAND` on several GPUs.
       model: The model's sizes.
-      batch: The number of sequences of a step on each GPU, or group of GPUs that split
-        their sequences.
+      batch: The number of sequences in a step on each GPU, or on each group of GPUs
+        that share sequences.
       steps: The number of timed steps.
-      spread: The GPUs, and what is split over them.
+      spread: The GPUs, and how they share sequences and experts.
 
     Raises:
-      ValueError: If the model cannot be split so, if a loss is not finite, or if
-        `spread` splits sequences or experts with the case `BY_HAND`.
+      ValueError: If the model cannot be sharded in this way, if a loss is not finite,
+        or if `spread` shards sequences or experts with the case `BY_HAND`.
     """
     if case == BY_HAND and spread != Spread(gpus=spread.gpus):
         raise ValueError(f"{case} splits the batch alone, got {spread}")
@@ -358,7 +372,7 @@ def measure(
 
 
 def step_of(case: str, loss: Callable) -> tuple[optax.GradientTransformation, Callable]:
-    """Returns the optimizer and the training step of a case."""
+    """Returns the optimizer and the training step of a case with a loss function."""
     recipe = case.removesuffix(RELEASED)
     fused = case != BY_HAND and CASES[recipe].recipe in COAT_RECIPES
     tx, update = fused_step() if fused else chain_step(optax_adamw())
@@ -380,7 +394,7 @@ def step_of(case: str, loss: Callable) -> tuple[optax.GradientTransformation, Ca
 
 
 def _timed(compiled, carry: Any, tokens: Int32[Array, "b s+1"], steps: int) -> Row:
-    """Times steps that run one after another on the same tokens."""
+    """Times steps that run one after another on the same tokens, and returns a row."""
     for _ in range(_WARM_UP):
         carry, loss = compiled(carry, tokens)
     first = float(loss)

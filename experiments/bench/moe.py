@@ -1,18 +1,18 @@
-"""Rates of grouped matmuls, as in mixtures of experts, on one GPU.
+"""Measures rates of grouped matmuls, as in mixtures of experts, on one GPU.
 
     uv run python -m experiments.bench.moe
 
 compares the kernels with their definitions in jnp, then times each matmul, and writes
 `moe.json`. Timings alternate with other matmuls: the same kernel in BF16, a dense FP8
-matmul of as many FLOPs, XLA's batched BF16 matmul of equal groups, JAX's kernel of
+matmul of as many FLOPs, XLA's batched BF16 matmul of equal groups, JAX's kernel
 `ragged_dot`, and `jax.lax.ragged_dot`. Times include the list of tiles, and rates count
-no padding. With `--only layers` it measures whole layers with the shapes of
-Qwen3-30B-A3B and Mixtral; see `experiments.bench.moe_layers`. With `--only kernels` it
-profiles these layers, ours and a user's, and writes a row for each kernel that ran on
-the GPU. With `--only expert_parallel`, on two GPUs or more, it checks and measures a
-layer with its experts split over all GPUs; see `experiments.bench.moe_parallel`. Rows
-are printed as lines of JSON as they come. With `--small` it interprets tiny kernels on
-a CPU.
+no padding. Layers with the shapes of Qwen3-30B-A3B and Mixtral are measured, too, or
+alone with `--only layers`; see `experiments.bench.moe_layers`. With `--only kernels`
+the program profiles these layers, ours and a user's, and writes a row for each kernel
+that ran on the GPU. With `--only expert_parallel`, on two GPUs or more, it checks and
+measures a layer with its experts sharded over all GPUs; see
+`experiments.bench.moe_parallel`. Each row is printed as a line of JSON when it is
+measured. With `--small` tiny kernels are interpreted on a CPU.
 """
 
 import argparse
@@ -72,7 +72,11 @@ SMALL = Shape(128, 2, 128, 128)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints rows and writes the results file."""
+    """Measures the chosen cases, prints their rows and writes the results file.
+
+    Raises:
+      SystemExit: If a check fails.
+    """
     parser = new_parser("experiments.bench.moe", __doc__)
     add = parser.add_argument
     add("--seconds", type=float, default=420, help="start no case after this time")
@@ -100,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Interprets kernels in this context, as on a GPU with two multiprocessors."""
+    """Interprets Pallas kernels in this context, as on a GPU with 2 multiprocessors."""
     count, devices.multiprocessors = devices.multiprocessors, lambda: 2
     try:
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
@@ -110,7 +114,10 @@ def interpreted() -> Iterator[None]:
 
 
 def measured(args: argparse.Namespace, end: float) -> Iterator[Row]:
-    """Yields the rows of the cases in `--only`, in this order."""
+    """Yields the rows of the cases in `args.only`, in this order.
+
+    `end` is a time of `time.monotonic`, after which cases are skipped.
+    """
     shapes = [SMALL] if args.small else list(FORWARD)
     brief = {"calls": 1, "rounds": 1}
     options = brief if args.small else {"calls": 3, "rounds": 3, "round_s": 0.15}
@@ -141,7 +148,10 @@ def measured(args: argparse.Namespace, end: float) -> Iterator[Row]:
 def rates(
     programs: Iterator[Program], shape: Shape, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Times programs in alternation; returns TFLOP/s, or error messages, by name."""
+    """Times programs in alternation, and returns their TFLOP/s and error messages.
+
+    The keys are `{name}_tflop_per_s` and `{name}_error`.
+    """
     times, errors = timed(list(programs), options)
     return {
         f"{program.name}_tflop_per_s": shape.flops * program.matmuls / seconds / 1e12
@@ -160,7 +170,7 @@ def gradient(*arrays: jax.Array, **options: Any) -> jax.Array:
 
 
 def checks(shape: Shape) -> Iterator[Row]:
-    """Compares kernels with their definitions, and yields a row per kind of sizes."""
+    """Compares kernels with their definitions, and yields a row for each comparison."""
     rows, experts, k, n = shape
     a, b, *scales = operands(shape)
     dy, x = drawn(5, (rows, n), BF16), drawn(6, (rows, k), BF16)
@@ -182,7 +192,7 @@ def checks(shape: Shape) -> Iterator[Row]:
         return pk.grouped_weight_gradient(*codes, sizes, one, each, **options)
 
     def deviations(sizes, *scales):
-        """Returns each result's standard deviation under random signs of products."""
+        """Returns each result's standard deviation for random signs of its products."""
         squares = (jnp.square(v.astype(F32)).astype(BF16) for v in (a, b))
         scales = map(jnp.square, scales)
         arrays = *squares, sizes, *scales
@@ -287,7 +297,7 @@ def weight_gradient(shape: Shape) -> Iterator[Program]:
 
 
 def ragged_dot(shape: Shape) -> Iterator[Program]:
-    """Yields both passes of `coat.fp8_ragged_dot`, and of XLA's batched matmul."""
+    """Yields `coat.fp8_ragged_dot` and XLA's batched matmul, forward and backward."""
     rows, experts, k, n = shape
     x, w = drawn(1, (rows, k), BF16), drawn(2, (experts, k, n), BF16)
     dy = drawn(3, (rows, n), BF16)

@@ -1,9 +1,9 @@
-"""Whole layers of experts, forward and backward, for `experiments.bench.moe`.
+"""Measures layers of experts, forward and backward, for `experiments.bench.moe`.
 
 A layer is a norm, a router, its experts and the residual sum, with BF16 parameters. It
 is compared with the same layer in BF16 in several ways: with this library's grouped
-matmuls, with a batched einsum, which gives equally many rows to all experts regardless
-of the router, and with `jax.lax.ragged_dot`.
+matmuls, with a batched einsum, and with `jax.lax.ragged_dot`. The einsum gives equally
+many rows to all experts, regardless of the router.
 """
 
 import functools
@@ -30,12 +30,12 @@ NORM = Norm(kind="rms", eps=1e-6)
 
 
 class LayerShape(NamedTuple):
-    """The shape of a layer of experts, and its tokens.
+    """The shape of a layer of experts, and the number of its tokens.
 
     Attributes:
       tokens: The number of tokens.
       experts: The number of experts.
-      top_k: The number of experts of a token.
+      top_k: The number of experts that the router chooses for each token.
       hidden: The size of the residual stream.
       inner: The size of an expert's hidden layer.
     """
@@ -94,10 +94,10 @@ def of_recipe(
       experts: The router's options.
       params: The layer's parameters, as `Recipe.experts` takes them.
       x: The input [b, s, h].
-      batch_axes: The mesh axes that split the batch.
+      batch_axes: The mesh axes that the batch is sharded over.
 
     Returns:
-      The output [b, s, h], and the loads and auxiliary losses.
+      The output [b, s, h], and the routing: loads and auxiliary losses.
     """
     options = {"norm": NORM, "gate": "silu", "experts": experts}
     params = {**params, "router_bias": None}
@@ -137,7 +137,11 @@ def arguments(shape: LayerShape) -> tuple[Any, jax.Array, jax.Array]:
 
 
 def passes(layer: Layer, params: Any, x: jax.Array, dy: jax.Array) -> Any:
-    """Runs a layer forward and backward, with gradients of its balance and z losses."""
+    """Runs a layer forward and backward; returns the output and all gradients.
+
+    `dy` is the gradient of the output. The gradients include those from the auxiliary
+    losses.
+    """
     (y, routing), vjp = jax.vjp(layer, params, x)
     zero = jax.tree.map(jnp.zeros_like, routing)
     of_losses = zero._replace(balance=jnp.float32(0.01), z=jnp.float32(0.001))
@@ -169,7 +173,7 @@ def users_layer(top_k: int, params: Any, x: jax.Array) -> tuple[jax.Array, Routi
 
 @jax.jit
 def users_params(params: Any) -> Any:
-    """Returns a layer's parameters as `users_layer` takes them, [inputs, outputs]."""
+    """Returns parameters for `users_layer`, with weights [experts, inputs, outputs]."""
     matrices = {
         name: merged(params[name]).swapaxes(1, 2) for name in ("gate_up", "down")
     }
@@ -177,7 +181,7 @@ def users_params(params: Any) -> Any:
 
 
 def saved_bytes(layer: Layer, params: Any, x: jax.Array) -> int:
-    """Returns the bytes that a layer saves for backward."""
+    """Returns the bytes that a layer saves for its backward pass."""
     return coat.residual_report(layer, params, x).nbytes
 
 
@@ -194,7 +198,13 @@ def best_bf16(row: dict[str, Any]) -> tuple[str, float] | None:
 def rows(
     shapes: Sequence[LayerShape], end: float, options: dict[str, Any]
 ) -> Iterator[Row]:
-    """Yields a row for each shape, with milliseconds and saved MiB of all layers."""
+    """Yields a row for each shape, with milliseconds and saved MiB of all layers.
+
+    Args:
+      shapes: The shapes.
+      end: A time of `time.monotonic`, after which shapes are skipped.
+      options: The options of `timed`.
+    """
     for shape in shapes:
         row: Row = {"case": "layers", **shape._asdict()}
         if time.monotonic() > end:
@@ -217,7 +227,10 @@ def rows(
 def _cases(
     shape: LayerShape,
 ) -> tuple[dict[str, tuple[Layer, Any]], jax.Array, jax.Array]:
-    """Returns layers with parameters by name, the input and the output's gradient."""
+    """Returns the layers and their parameters by name, an input, and its `dy`.
+
+    `dy` is the gradient of the output.
+    """
     params, x, dy = arguments(shape)
     cases: dict[str, tuple[Layer, Any]] = {
         name: (layer, params) for name, layer in layers(shape)
@@ -230,10 +243,10 @@ def _cases(
 def kernel_rows(
     shapes: Sequence[LayerShape], calls: int, names: Sequence[str] = PROFILED
 ) -> Iterator[Row]:
-    """Yields a row for each kernel of whole layers, with its milliseconds per call.
+    """Yields a row for each GPU kernel of each layer, with its milliseconds per call.
 
-    A layer's kernels are in descending order of time, by their names on the GPU. The
-    last row of each layer is "gaps", the time in which no kernel ran.
+    Rows of a layer are in descending order of time. The last row of each layer is
+    "gaps", the time in which no kernel ran.
     """
     for shape in shapes:
         cases, x, dy = _cases(shape)
@@ -248,7 +261,7 @@ def kernel_rows(
 
 
 def bars(rows: list[Row]) -> Iterator[Bar]:
-    """Yields the targets of whole layers, relative to the fastest one in BF16."""
+    """Yields the targets for layers of experts, relative to the fastest BF16 layer."""
     for row in rows:
         best = best_bf16(row)
         if row["case"] != "layers" or best is None or "coat_ms" not in row:

@@ -1,8 +1,8 @@
-"""A layer of experts on the GPUs of a mesh axis "expert", for `experiments.bench.moe`.
+"""Measures a layer of experts on a mesh axis "expert", for `experiments.bench.moe`.
 
 Each GPU has an equal part of the tokens and of the experts. The layer's results are
-compared with one GPU's results for all tokens, and its time with the time of one GPU
-that has all experts, and as many tokens as one GPU of the mesh.
+compared with one GPU's results for all tokens. Its time is compared with the time of
+one GPU that has all experts, and as many tokens as one GPU of the mesh.
 """
 
 import functools
@@ -33,7 +33,14 @@ LARGEST_ERROR = 0.02
 def layer_of(
     shape: LayerShape, recipe: str, buffer: float | None = None, axis: str | None = None
 ) -> moe_layers.Layer:
-    """Returns a layer of experts, on a mesh if there is an axis."""
+    """Returns a layer of experts with a recipe; with an `axis`, for a mesh.
+
+    Args:
+      shape: The shape of the layer.
+      recipe: The recipe's name.
+      buffer: The option `buffer` of `Experts`.
+      axis: The mesh axis that tokens and experts are sharded over; None means one GPU.
+    """
     experts = Experts(num_experts=shape.experts, top_k=shape.top_k, buffer=buffer)
     return functools.partial(
         moe_layers.of_recipe, recipes.RECIPES[recipe], experts, batch_axes=axis
@@ -41,14 +48,17 @@ def layer_of(
 
 
 def arguments(shape: LayerShape, gpus: int) -> tuple[Any, jax.Array, jax.Array]:
-    """Draws parameters, input and the output's gradient, a sequence for each GPU."""
+    """Draws parameters, the input and the output's gradient, one sequence per GPU."""
     params, *streams = moe_layers.arguments(shape)
     x, dy = (v.reshape(gpus, -1, shape.hidden) for v in streams)
     return params, x, dy
 
 
 def shardings(params: Any, mesh: Mesh) -> tuple[Any, NamedSharding, NamedSharding]:
-    """Returns the shardings of a layer's arguments: experts and tokens are split."""
+    """Returns the shardings of parameters, input and the gradient of the output.
+
+    Experts and tokens are sharded; other parameters are replicated.
+    """
     split = NamedSharding(mesh, P(EXPERT))
     places = {
         name: split if name in ("gate_up", "down") else NamedSharding(mesh, P())
@@ -58,7 +68,13 @@ def shardings(params: Any, mesh: Mesh) -> tuple[Any, NamedSharding, NamedShardin
 
 
 def rows(small: bool, end: float, options: dict[str, Any]) -> Iterator[Row]:
-    """Yields a row for each case, with the milliseconds and the error on all GPUs."""
+    """Yields a row for each case, with milliseconds and the largest error.
+
+    Args:
+      small: Whether to run a small shape.
+      end: A time of `time.monotonic`, after which cases are skipped.
+      options: The options of `timed`.
+    """
     shape = SMALL if small else moe_layers.QWEN3
     gpus = jax.device_count()
     of_all: Row = {"case": "expert_parallel", **shape._asdict(), "gpus": gpus}
@@ -88,7 +104,14 @@ def rows(small: bool, end: float, options: dict[str, Any]) -> Iterator[Row]:
 def largest_error(
     layer: moe_layers.Layer, spread: Any, alone: moe_layers.Layer, whole: Any
 ) -> float:
-    """Returns the largest error among results and gradients, relative to their norm."""
+    """Returns the largest relative error among the outputs and gradients of a layer.
+
+    Args:
+      layer: The layer on a mesh.
+      spread: The sharded arguments of `layer`.
+      alone: The same layer on one GPU.
+      whole: The arguments of `alone`.
+    """
     results = jax.jit(functools.partial(passes, layer))(*spread)
     expected = jax.jit(functools.partial(passes, alone))(*whole)
     pairs = zip(*map(jax.tree.leaves, (results, expected)), strict=True)
@@ -97,7 +120,7 @@ def largest_error(
 
 
 def relative_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
-    """Returns the norm of the difference relative to the norm of `expected`."""
+    """Returns the norm of `actual - expected` relative to the norm of `expected`."""
     actual = jax.device_put(actual, jax.devices()[0])
     actual, expected = (x.astype(jnp.float32).ravel() for x in (actual, expected))
     return jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected)

@@ -1,12 +1,13 @@
-"""Time and bytes of layers with a policy that offloads activations to the host.
+"""Measures layers with a policy that offloads activations to the host's memory.
 
     uv run python -m experiments.bench.offload
 
-The layers are a Llama of plain Flax in a scan, wrapped with `jax.checkpoint` in BF16,
-and with `coat.fp8_remat` and FP8 matmuls. The policy keeps the results of all matmuls
-in the host's memory until backward, which recomputes everything else. Forward and
-backward are timed in alternation with the same layers under a policy that keeps these
-results on the device.
+The layers are a stack of Llama layers in plain Flax, in a scan. There are two cases:
+BF16 with `jax.checkpoint`, and `coat.fp8_remat` with FP8 matmuls. Each case runs with
+two policies. One keeps the results of all matmuls in the host's memory between the
+forward and the backward pass; the other keeps them in the device's memory. The backward
+pass recomputes everything else. The forward and backward passes of all programs are
+timed in alternation, and the bytes on the host and on the device are counted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,7 @@ _BYTES, _TIME = 0.57, 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     top = new_parser("experiments.bench.offload", __doc__)
     add = top.add_argument
     add("--layers", type=int, default=8)
@@ -70,12 +71,12 @@ def measured(shape: Shape, layers: int, **options: float) -> list[Row]:
     Args:
       shape: The shape of a layer.
       layers: The number of layers.
-      options: The arguments of `in_turns`.
+      **options: The arguments of `in_turns`.
 
     Returns:
-      A row for each case: whether it offloads, milliseconds of forward and backward,
-      bytes on the host between them, and bytes that the program takes on the device
-      beyond its arguments and results.
+      A row for each case and policy: whether it offloads, the milliseconds of the
+      forward and backward passes, the bytes on the host between them, and the bytes
+      that the program takes on the device beyond its arguments and results.
     """
     x, dy = normal(0, shape.input()), 1e-3 * normal(1, shape.input())
     rows, calls = [], []
@@ -96,7 +97,10 @@ def measured(shape: Shape, layers: int, **options: float) -> list[Row]:
 def programs(
     shape: Shape, layers: int
 ) -> Iterator[tuple[str, bool, Callable[..., jax.Array], Any]]:
-    """Yields each case, whether it offloads, its function and abstract parameters."""
+    """Yields the name of each case, whether it offloads, its function and parameters.
+
+    The parameters are abstract.
+    """
     for case, (wrap, dot_general) in CASES.items():
         graph, params = made("llama", shape, dot_general)
         params = jax.tree.map(partial(_stacked, layers), params)
@@ -118,7 +122,7 @@ def _run(layer: Callable, params: Any, x: jax.Array) -> jax.Array:
 
 
 def host_bytes(run: Callable, params: Any, x: jax.Array) -> int:
-    """Returns the bytes that are on the host between forward and backward."""
+    """Returns the bytes on the host between the forward and the backward pass."""
     program = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(run, *args)[1]))
     saved = program(params, x).out_avals
     on_host = [a for a in saved if a.memory_space == jax.memory.Space.Host]

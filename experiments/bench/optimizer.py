@@ -1,4 +1,4 @@
-"""Time and memory of an AdamW step: FP8 moments against optax with float32 moments.
+"""Times an AdamW step, and its memory: FP8 moments against optax in float32.
 
     uv run python -m experiments.bench.optimizer
 
@@ -35,19 +35,19 @@ Step = Callable[[Any, Any], Any]
 
 
 def fp8_adamw() -> optax.GradientTransformation:
-    """Returns the measured optimizer."""
+    """Returns the optimizer that is measured."""
     return coat.fp8_adamw(1e-4, b2=0.95, weight_decay=0.1)
 
 
 def optax_adamw() -> optax.GradientTransformation:
-    """Returns the baseline: float32 moments for parameters of any dtype."""
+    """Returns the baseline: AdamW with float32 moments for parameters of any dtype."""
     return in_float32(optax.adamw(1e-4, b2=0.95, weight_decay=0.1))
 
 
 def chain_step(
     tx: optax.GradientTransformation,
 ) -> tuple[optax.GradientTransformation, Step]:
-    """Returns `tx`, and a step with `tx.update` and `optax.apply_updates`."""
+    """Returns `tx`, and a step that calls `tx.update` and `optax.apply_updates`."""
 
     def step(carry, grads):
         params, state = carry
@@ -58,14 +58,20 @@ def chain_step(
 
 
 def fused_step(stochastic: bool = False) -> tuple[optax.GradientTransformation, Step]:
-    """Returns `fp8_adamw`, and a step with `coat.fused_update`."""
+    """Returns `fp8_adamw()`, and a step that calls `coat.fused_update`.
+
+    `stochastic` is whether parameters are rounded stochastically.
+    """
     tx = fp8_adamw()
     key = jax.random.key(0) if stochastic else None
     return tx, lambda carry, grads: coat.fused_update(tx, grads, *carry[::-1], key=key)
 
 
 def flat(last_axis: int, dtype: jnp.dtype, parameters: int) -> Any:
-    """Returns an abstract matrix of about `parameters` parameters."""
+    """Returns an abstract matrix with about `parameters` elements.
+
+    The length of its rows is `last_axis`.
+    """
     rows = max(1, round(parameters / last_axis / 128)) * 128
     return jax.ShapeDtypeStruct((rows, last_axis), dtype)
 
@@ -85,7 +91,11 @@ def llama_7b(stacked: bool) -> Any:
 
 
 def random_tree(abstract: Any, scale: float) -> Any:
-    """Draws normal numbers one array at a time, so that wider temporaries fit."""
+    """Draws normal numbers, scaled by `scale`, for a tree of abstract arrays.
+
+    Arrays are drawn one after another, because drawing BF16 numbers takes temporary
+    arrays of 32 bits.
+    """
     leaves, treedef = jax.tree.flatten(abstract)
 
     def draw(seed, x):
@@ -99,12 +109,12 @@ def random_tree(abstract: Any, scale: float) -> Any:
 def measure(
     tx: optax.GradientTransformation, step: Step, abstract: Any, repeats: int
 ) -> dict[str, float]:
-    """Compiles a step and times `repeats` rounds of steps, in place.
+    """Compiles a step, times `repeats` rounds of steps in place, and returns a row.
 
     A round takes about a second, for two reasons. Every case then runs on an equally
-    hot GPU. And the first step of a round waits while the host hands over up to
-    thousands of arrays; among many steps this wait counts for little, because in later
-    steps the host is ahead.
+    hot GPU. And the first step of a round waits while the host passes up to thousands
+    of arrays to the device; among many steps this wait counts for little, because in
+    later steps the host is ahead.
     """
     params, grads = random_tree(abstract, 0.02), random_tree(abstract, 1e-3)
     carry = (params, jax.jit(tx.init)(params))
@@ -144,7 +154,7 @@ def measure(
 
 
 def cases(parameters: int) -> list[tuple[str, str, Any, Any]]:
-    """Returns the cases: (name of parameters, method, shapes, (optimizer, step)).
+    """Returns the cases: (parameters' name, method, abstract tree, (optimizer, step)).
 
     The case of optax comes first, as the baseline of the cases that follow.
     """
@@ -171,7 +181,7 @@ def cases(parameters: int) -> list[tuple[str, str, Any, Any]]:
 
 
 def bars(rows: list[dict]) -> list[Bar]:
-    """Returns the targets of a step."""
+    """Returns the targets for the speed, temporaries and compilation of steps."""
     at = {(row["what"], row["method"]): row for row in rows}
     parameters = "matrix bfloat16"
     fused = at[parameters, "fused_update"]
@@ -198,7 +208,7 @@ def bars(rows: list[dict]) -> list[Bar]:
 
 
 def main() -> None:
-    """Prints the table and writes the results file."""
+    """Measures the cases, prints a table and writes the results file."""
     parser = new_parser("experiments.bench.optimizer", __doc__)
     parser.add_argument("--parameters", type=int, default=1_000_000_000)
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a second")

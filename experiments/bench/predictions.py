@@ -1,4 +1,4 @@
-"""Predictions of the memory that a measured step takes."""
+"""Predicts the memory that a measured step takes."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from experiments.common.layer_cases import CASES
 
 
 def estimate(case: str, model: ModelSize, batch: int, gpus: int = 1) -> MemoryEstimate:
-    """Predicts the memory of a case's step, with `batch` sequences on each GPU."""
+    """Predicts the memory of a case's step with `batch` sequences on each GPU."""
     mesh = None
     if gpus > 1:
         sizes = tuple(gpus if axis == "fsdp" else 1 for axis in meshes.AXES)

@@ -1,15 +1,15 @@
-"""Training steps with the optimizer inside the backward pass, and ordinary ones.
+"""Times training steps with the optimizer inside the backward pass, and ordinary steps.
 
     uv run python -m experiments.bench.release                    # one GPU of 80 GB
     uv run python -m experiments.bench.release --only llama-30b qwen3-30b-a3b  # an H200
     uv run python -m experiments.bench.release --only llama3-8b-4096  # an H200
     uv run python -m experiments.bench.release --only two         # two GPUs
 
-Each row is a row of `experiments.bench.e2e`, in a process of its own, with the
-prediction of `coat.estimate_memory`; BF16 with policies of `jax.checkpoint` is
-predicted in the same way. An ordinary step of Llama-2-13B, which holds all gradients,
-does not fit on a GPU of 80 GB. The time that it would take there follows from models of
-10 and of 20 of its layers, since time is linear in layers.
+Each row is measured in its own process, as in `experiments.bench.e2e`, and also has the
+prediction of `coat.estimate_memory`. The memory of BF16 with policies of
+`jax.checkpoint` is predicted in the same way. An ordinary step of Llama-2-13B, which
+holds all gradients, does not fit on a GPU of 80 GB. The time that it would take there
+follows from models with 10 and with 20 of its layers, since time is linear in layers.
 """
 
 import argparse
@@ -50,7 +50,17 @@ Row = dict[str, Any]
 
 
 class Run(NamedTuple):
-    """A row to measure: its part of the program (`--only`), model, case and sizes."""
+    """A row to measure.
+
+    Attributes:
+      part: The part of the program that measures it: a choice of `--only`.
+      preset: The preset of the model.
+      case: The case, as in `experiments.bench.e2e`.
+      batch: The number of sequences on each GPU.
+      layers: The number of layers; None means the preset's.
+      seq: The length of sequences.
+      gpus: The number of GPUs.
+    """
 
     part: str
     preset: str
@@ -114,7 +124,7 @@ _TIMES_BF16 = {_LONGER: 1.65}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     top = parser()
     args = top.parse_args(argv)
     if args.predict:
@@ -149,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def predict_again(path: Path) -> None:
-    """Replaces the predictions in a results file and keeps the measured peaks."""
+    """Writes new predictions into a results file, and keeps its measurements."""
     results = read_results(path)
     rows = [row | predicted(run_of(row)) for row in results["rows"]]
     again = [bar._asdict() for bar in bars(rows)]
@@ -188,7 +198,7 @@ def _tokens(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def _times_bf16(rows: Sequence[Row]) -> Iterator[Bar]:
-    """Yields the targets for the best batch of `coat` over the best of BF16."""
+    """Yields the targets for the best speed of `coat` relative to the best of BF16."""
     for part, target in _TIMES_BF16.items():
         best: dict[bool, float] = {}
         for row in rows:
@@ -225,7 +235,7 @@ def _seconds(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def _time_of(layers: int, rows: Sequence[Row]) -> float | None:
-    """Returns the ms of a step of `layers` layers, or None.
+    """Returns the milliseconds of a step of `layers` layers, or None if unknown.
 
     They come from a row with as many layers, or from a line through two other rows.
     """
@@ -256,7 +266,7 @@ def _name(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Returns a table of rows."""
+    """Returns a table of the rows for a terminal."""
     columns = [
         Column("model", lambda row: ModelSize.of_row(row).name),
         Column("GPUs", "gpus", "{}"),

@@ -1,18 +1,21 @@
-"""Training steps of trainers outside this library, in BF16 and with `coat.fp8`.
+"""Compares trainers outside this library, in BF16 and with `coat.fp8`.
 
     uv run python -m experiments.bench.trainer --trainer flax
     uv run python -m experiments.bench.trainer --trainer flax --gpus 1 2
     python -m experiments.bench.trainer --trainer tunix
 
 trains a Qwen 3 in BF16. `flax` is a model of plain Flax with `nnx.Optimizer`. With
-`--gpus` it trains under `jax.jit` with each array split along its largest axis over the
-GPUs, and `--batch` is the batch of a GPU. `tunix` is tunix's own Qwen 3 in its
-`PeftTrainer`, which needs `pip install google-tunix`. The cases are `bf16`, each layer
-under `jax.checkpoint` and `optax.adamw` with float32 moments; `bf16, all saved`,
-without checkpoints; and `ours`, which is `coat.fp8` of the model and `coat.fp8_adamw`.
-`flax` runs cuDNN's attention; a further case, `ours, attention written out`, has
-attention in plain matmuls and a softmax, as tunix always has. Each case runs in a
-process of its own, because the peak of memory is the process's.
+`--gpus` it trains under `jax.jit` with each array sharded along its largest axis over
+the GPUs, and `--batch` is the batch of each GPU. `tunix` is tunix's own Qwen 3 in its
+`PeftTrainer`, which needs `pip install google-tunix`. The cases are:
+
+- `bf16`: each layer under `jax.checkpoint`, and `optax.adamw` with float32 moments.
+- `bf16, all saved`: the same without checkpoints.
+- `ours`: `coat.fp8` of the model, and `coat.fp8_adamw`.
+- `ours, attention written out`: for `flax`, which otherwise runs cuDNN's attention,
+  attention in plain matmuls and a softmax. tunix always computes attention like this.
+
+Each case runs in its own process, because the peak of memory is measured per process.
 """
 
 import argparse
@@ -53,7 +56,7 @@ _SHARE_WRITTEN_OUT = 0.97
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     top = parser()
     args = top.parse_args(argv)
     heads, uneven = divmod(args.hidden, args.head_dim)
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line; the default is a Qwen 3 of 1.4B."""
+    """Returns the command line parser; the default model has 1.4B parameters."""
     top = new_parser("experiments.bench.trainer", __doc__)
     add = top.add_argument
     add("--trainer", choices=TRAINERS, default="flax")
@@ -104,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the row of one case: tokens/s and the peak memory."""
+    """Returns the row of one case: its speed, peak memory and last loss."""
     tx = coat.fp8_adamw(1e-4) if _is_ours(args.case) else _adamw(1e-4)
     gpus, steps = None, {"flax": _flax_step, "tunix": _tunix_step}
     if args.gpus:
@@ -128,7 +131,10 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Returns the targets, relative to the fastest case in BF16."""
+    """Returns the targets for speed and memory, relative to the fastest BF16 case.
+
+    On several GPUs a target also compares their speed with one GPU's.
+    """
     by_gpus = grouped(rows, lambda row: row.get("gpus"))
     if None in by_gpus:
         return _beside_bf16(rows)
@@ -150,7 +156,8 @@ def _beside_bf16(
 ) -> list[Bar]:
     """Returns the targets of `ours`, relative to the fastest BF16 case among `rows`.
 
-    All rows have the same number of GPUs.
+    All rows have the same number of GPUs. `target` is the least ratio of speeds; None
+    means a target that depends on the hidden size.
     """
     by_case = {row["case"]: row for row in rows if "error" not in row}
     in_bf16 = [row for case, row in by_case.items() if not _is_ours(case)]
@@ -176,7 +183,7 @@ def _is_ours(case: str) -> bool:
 
 
 def _adamw(rate: float) -> optax.GradientTransformation:
-    """Returns AdamW with both moments in float32, for BF16 parameters, too."""
+    """Returns AdamW with both moments in float32, also for BF16 parameters."""
 
     def wide(tree):
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
@@ -201,7 +208,7 @@ def _batch(args: argparse.Namespace, number: int) -> np.ndarray:
 
 
 class _Model(nnx.Module):
-    """A language model of plain Flax."""
+    """A language model in plain Flax, with layers wrapped by `wrap`."""
 
     def __init__(self, args: argparse.Namespace, wrap: Callable, rngs: nnx.Rngs):
         shape = shape_of(args)
@@ -221,7 +228,7 @@ class _Model(nnx.Module):
 
 
 class _Checkpointed(nnx.Module):
-    """A layer that the backward pass recomputes."""
+    """A wrapper of a layer that recomputes it in the backward pass."""
 
     def __init__(self, layer: nnx.Module):
         self.layer = layer
@@ -260,7 +267,10 @@ def _flax_step(args: argparse.Namespace, tx: Any) -> Callable[[int], jax.Array]:
 
 
 def _split_step(args: argparse.Namespace, tx: Any) -> Callable[[int], jax.Array]:
-    """Returns a step on `args.gpus` GPUs, with arrays split over them."""
+    """Returns a training step with arrays sharded over `args.gpus` GPUs.
+
+    It takes the step's number and returns the loss.
+    """
     [gpus] = args.gpus
     kinds = (AxisType.Auto,)
     mesh = jax.make_mesh((gpus,), ("fsdp",), kinds, devices=jax.devices()[:gpus])
@@ -292,7 +302,10 @@ def _split_step(args: argparse.Namespace, tx: Any) -> Callable[[int], jax.Array]
 
 
 def _along_largest_axis(mesh: Mesh, array: jax.Array) -> NamedSharding:
-    """Returns a sharding that splits the largest axis, if the mesh size divides it."""
+    """Returns a sharding along the largest axis, if the mesh size divides it.
+
+    Other arrays are replicated.
+    """
     size = max(array.shape, default=0)
     spec = [None] * array.ndim
     if size and size % mesh.size == 0:

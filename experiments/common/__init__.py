@@ -1,1 +1,1 @@
-"""Shared code of the experiments: results files, timing, cases, tables, compilation."""
+"""Code that experiments share, such as results files, timing, meshes and the cases."""

@@ -1,4 +1,4 @@
-"""Right and wrong answers of trainings to the same questions, as rows of results."""
+"""Comparisons of the answers of trained models to the same questions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,10 +24,10 @@ def written(right: Iterable[Any]) -> str:
 def right_answers(
     rows: Sequence[Mapping[str, Any]],
 ) -> dict[str, Bool[np.ndarray, "seeds questions"]]:
-    """Returns whether each answer is right, by recipe.
+    """Returns arrays that say which answers are right, by recipe.
 
-    Only seeds that all recipes have are counted. If there is no such seed, the result
-    is empty.
+    The arrays contain only the seeds that all recipes have. Without any such seed the
+    result is an empty dictionary.
 
     Args:
       rows: Rows with "recipe", "seed" and "right", a string that `written` returned.
@@ -46,8 +46,8 @@ def right_answers(
 def percents(right: Float[np.ndarray, "seeds questions"]) -> tuple[float, float, float]:
     """Returns the percentage of right answers, and the ends of its 95% interval.
 
-    The samples of the interval are questions: the value of each question is the mean
-    of its answers over seeds.
+    The interval treats questions as samples: the value of each question is the mean of
+    its answers over seeds.
     """
     share, count = float(right.mean()), right.shape[1]
     low, high = wilson(share * count, count)
@@ -58,9 +58,10 @@ def points(
     right: Float[np.ndarray, "seeds questions"],
     reference: Float[np.ndarray, "seeds questions"],
 ) -> tuple[float, float]:
-    """Returns the percentage points above `reference`, and half of their interval.
+    """Returns the difference to `reference` in percentage points, and a half-width.
 
-    Both arrays are about the same questions. The 95% interval follows from the
-    standard error of the mean of the questions' paired differences.
+    The half-width is half of the 95% interval of the difference, which follows from the
+    standard error of the mean of the questions' paired differences. Both arrays are
+    about the same questions.
     """
     return mean_and_half(100 * (right.mean(axis=0) - reference.mean(axis=0)))

@@ -1,8 +1,8 @@
-"""Transformer layers as users of Flax write them; one of them uses `coat.attention`.
+"""Transformer layers as users of Flax write them, without or with `coat.attention`.
 
-They have what the library's own layers do not, or not in this form: separate matmuls
-for queries, keys and values, norms of single heads, biases, LayerNorm, cross attention,
-the modulation of DiT, and names and sharding constraints of activations.
+They have what the library's own layers do not have, or not in this form: separate
+matmuls for queries, keys and values, norms of single heads, biases, LayerNorm, cross
+attention, the modulation of DiT, and names and sharding constraints of activations.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,10 @@ SOFTCAP = 50.0
 
 
 class Modules:
-    """A factory of Flax modules that compute in BF16."""
+    """A factory of Flax modules that compute in BF16.
+
+    `dot_general` replaces the matmul of linear layers, if it is not None.
+    """
 
     def __init__(self, dot_general: DotGeneral, rngs: nnx.Rngs):
         self._options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
@@ -34,12 +37,12 @@ class Modules:
         self._matmul = {} if dot_general is None else {"dot_general": dot_general}
 
     def linear(self, inputs: int, outputs: int, bias: bool = False) -> nnx.Linear:
-        """Returns a linear layer."""
+        """Returns a linear layer with BF16 parameters."""
         options = self._matmul | self._options
         return nnx.Linear(inputs, outputs, use_bias=bias, **options)
 
     def rms_norm(self, size: int) -> nnx.RMSNorm:
-        """Returns an RMSNorm."""
+        """Returns an RMSNorm over `size` features."""
         return nnx.RMSNorm(size, **self._options)
 
     def layer_norm(self, size: int, affine: bool = True) -> nnx.LayerNorm:
@@ -54,7 +57,7 @@ class Layer(nnx.Module):
     Attributes:
       inputs: The number of arrays that the layer takes.
       attention_in: The `implementation` of `jax.nn.dot_product_attention` on GPUs:
-        "cudnn", or "xla", which computes attention with plain matmuls and a softmax.
+        "cudnn", or "xla" for attention with plain matmuls and a softmax.
     """
 
     inputs = 1
@@ -70,7 +73,7 @@ class Layer(nnx.Module):
     def attention(
         self, q: Array, k: Array, v: Array, causal: bool = True
     ) -> Float[Array, "b s m"]:
-        """Computes attention, and joins the heads of the result."""
+        """Computes attention, and concatenates the heads of the result."""
         on_gpu = jax.default_backend() == "gpu"
         implementation = self.attention_in if on_gpu else None
         out = jax.nn.dot_product_attention(
@@ -80,7 +83,7 @@ class Layer(nnx.Module):
 
 
 def rope(x: Float[Array, "b s n d"], theta: float = 500_000.0) -> Array:
-    """Applies rotary embeddings to the halves of heads."""
+    """Applies rotary embeddings; element i of a head is paired with i + d / 2."""
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency
@@ -103,7 +106,7 @@ class FlaxLlama(Layer):
         self.down = make.linear(f, h)
 
     def mark(self, x: Array, name: str) -> Array:
-        """Returns an activation as it is; subclasses add a name or a constraint."""
+        """Returns an activation unchanged; subclasses add a name or a constraint."""
         return x
 
     def qkv(self, h: Array) -> tuple[Array, Array, Array]:
@@ -124,7 +127,7 @@ class NamedLlama(FlaxLlama):
     """A Llama layer with names for policies of `jax.checkpoint`."""
 
     def mark(self, x: Array, name: str) -> Array:
-        """Names an activation."""
+        """Returns an activation with a name for policies of `jax.checkpoint`."""
         return checkpoint_name(x, name)
 
 
@@ -132,7 +135,7 @@ class ConstrainedLlama(FlaxLlama):
     """A Llama layer with sharding constraints, on a mesh of one device."""
 
     def mark(self, x: Array, name: str) -> Array:
-        """Constrains an activation to be split along the batch."""
+        """Returns an activation with the constraint to be sharded along the batch."""
         mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
 
@@ -183,7 +186,7 @@ class Gemma2(FlaxLlama):
     def attention(
         self, q: Array, k: Array, v: Array, causal: bool = True
     ) -> Float[Array, "b s m"]:
-        """Computes causal attention with capped scores, and joins the heads."""
+        """Computes causal attention with capped scores, and concatenates the heads."""
         b, s, _, d = q.shape
         groups = q.reshape(b, s, k.shape[2], -1, d)
         wide = jnp.einsum(
@@ -209,7 +212,7 @@ class Gemma2InKernels(Gemma2):
     def attention(
         self, q: Array, k: Array, v: Array, causal: bool = True
     ) -> Float[Array, "b s m"]:
-        """Computes attention with capped scores, and joins the heads."""
+        """Computes attention with capped scores, and concatenates the heads."""
         out = coat.attention(q, k, v, softcap=SOFTCAP, causal=causal)
         return out.reshape(*out.shape[:2], -1)
 
@@ -261,7 +264,10 @@ class Decoder(Layer):
 
 
 class DiffusionTransformer(Layer):
-    """A DiT block: norms without parameters, modulated by a condition, and gates."""
+    """A DiT block: attention and an MLP, modulated and gated by a condition.
+
+    The norms have no parameters.
+    """
 
     inputs = 2
 

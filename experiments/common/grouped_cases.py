@@ -1,4 +1,4 @@
-"""Shapes, sizes of groups and operands of grouped matmuls, for benchmarks."""
+"""Shapes, group sizes and operands of grouped matmuls, for benchmarks."""
 
 import functools
 from typing import Any, NamedTuple
@@ -15,13 +15,13 @@ UNUSUAL = ("odd", "one", "none")
 
 
 class Shape(NamedTuple):
-    """The shape of a grouped matmul.
+    """The shape of a grouped matmul, as in the layers of a mixture of experts.
 
     Attributes:
       rows: The number of rows in all groups.
       experts: The number of groups.
-      k: The number of columns of the rows.
-      n: The number of columns of the result.
+      k: The length of a row of the first operand.
+      n: The length of a row of the result.
     """
 
     rows: int
@@ -31,12 +31,21 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """The number of floating point operations."""
+        """The number of floating point operations of the matmul."""
         return 2.0 * self.rows * self.k * self.n
 
 
 def sizes_of(kind: str, rows: int, experts: int) -> jax.Array:
-    """Returns the number of rows of each group, as a router may choose them."""
+    """Returns the number of rows of each group, as a router may choose them.
+
+    Args:
+      kind: A kind in `KINDS` or `UNUSUAL`.
+      rows: The number of rows in all groups.
+      experts: The number of groups.
+
+    Raises:
+      ValueError: If the kind is unknown.
+    """
     rng = np.random.default_rng(0)
     sizes = np.zeros(experts, np.int64)
     if kind == "equal":
@@ -59,7 +68,11 @@ def sizes_of(kind: str, rows: int, experts: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def drawn(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Draws normal numbers matrix by matrix, so that wider temporaries are small."""
+    """Draws normal numbers and rounds them to a dtype.
+
+    Arrays of three axes are drawn matrix by matrix, because drawing BF16 numbers takes
+    temporary arrays of 32 bits.
+    """
     key = jax.random.key(seed, impl="unsafe_rbg")
 
     def matrix(key):
@@ -71,15 +84,15 @@ def drawn(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def positive(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    """Draws float32 scales between 1/8 and 8."""
+    """Draws positive float32 scales, between 1/8 and 8."""
     return jnp.exp2(jax.random.uniform(jax.random.key(seed), shape, F32, -3, 3))
 
 
 def operands(shape: Shape, *, backward: bool = False) -> tuple[jax.Array, ...]:
     """Draws the arguments a, b, a_scale and b_scale of a grouped matmul.
 
-    In a forward pass, `a` [rows, k] and `b` [experts, n, k] are E4M3, with scales
-    [rows] and [experts, n]. In a backward pass, `a` is E5M2 with one scale, and `b` is
+    For a forward pass, `a` [rows, k] and `b` [experts, n, k] are E4M3, with scales
+    [rows] and [experts, n]. For a backward pass, `a` is E5M2 with one scale, and `b` is
     E4M3 with scales [experts].
     """
     rows, experts, k, n = shape

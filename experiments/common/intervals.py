@@ -11,7 +11,7 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 
 
 def wilson(hits: float, count: int) -> tuple[float, float]:
-    """Returns Wilson's 95% interval of a proportion: `hits` of `count` trials.
+    """Returns both ends of Wilson's 95% interval of the proportion `hits / count`.
 
     `hits` may be a mean over seeds, so it need not be an integer.
 
@@ -34,9 +34,10 @@ def wilson(hits: float, count: int) -> tuple[float, float]:
 
 
 def mean_and_half(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
-    """Returns the mean and half the width of its 95% interval, inf for one value.
+    """Returns the mean of values and half the width of its 95% interval.
 
-    The values of paired data are the differences of pairs.
+    The half-width is infinite for one value. For paired data, pass the differences of
+    pairs.
     """
     mean = float(values.mean())
     if len(values) < 2:

@@ -1,4 +1,4 @@
-"""The measured cases of the kernels: operations, shapes, and bytes to move."""
+"""The measured cases of the kernels: operations, shapes, and bytes that they move."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ class KernelCase:
 
     Attributes:
       kernel: The name of the operation in tables.
-      shape: The shape of the arrays, rows and columns.
+      shape: The numbers of rows and columns of the arrays.
       call: The operation, which takes `implementation` as a keyword.
       draw: A function from a key to random arguments of `call`.
       size: The fewest bytes that the operation can move.
@@ -50,7 +50,10 @@ class KernelCase:
 
 
 def elementwise(shape: tuple[int, int]) -> Iterator[KernelCase]:
-    """Yields a case for every kernel that reads and writes each element once."""
+    """Yields a case for every kernel that reads and writes each element once.
+
+    `shape` has the numbers of rows and columns of the arrays.
+    """
     elements = shape[0] * shape[1]
 
     def case(kernel, bytes_each, call, *draws):
@@ -213,13 +216,13 @@ def elementwise(shape: tuple[int, int]) -> Iterator[KernelCase]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixProduct:
-    """A matmul of a model.
+    """A matmul with the sizes and dtypes that it has in a model.
 
     Attributes:
       name: The model, layer, number of tokens and pass.
       layer: The layer; None if the matmul belongs to no layer.
       shape: The sizes m, n and k.
-      dtypes: The dtypes of a and b; e5m2 for gradients.
+      dtypes: The dtypes of the operands a and b; E5M2 for gradients.
     """
 
     name: str
@@ -228,7 +231,7 @@ class MatrixProduct:
     dtypes: tuple[Any, Any] = (E4M3, E4M3)
 
     def is_of(self, kernel: str) -> bool:
-        """Returns whether `kernel`, a key of `PRODUCTS`, is measured on this matmul."""
+        """Returns whether the kernel named `kernel` is measured on this matmul."""
         forward = self.name.endswith("forward")
         layers = OF_LAYERS.get(kernel, (self.layer,))
         return kernel == "product" or (forward and self.layer in layers)
@@ -237,7 +240,11 @@ class MatrixProduct:
 def model_products(
     tokens: Sequence[int] = TOKENS, models: Sequence[str] = tuple(MODELS)
 ) -> list[MatrixProduct]:
-    """Returns the forward, dx and dw matmuls of all layers of `models`."""
+    """Returns the matmuls of all layers of `models`, for each number of tokens.
+
+    They are the matmuls of the forward pass, of input gradients (dx) and of weight
+    gradients (dw).
+    """
     products = []
     for model in models:
         h, f = TUNED[model]
@@ -276,9 +283,14 @@ OF_LAYERS = {"added": ("out", "down"), "heads": ("qkv",)}
 def operands(
     kernel: str, shape: tuple[int, int, int], dtypes: tuple[Any, Any] = (E4M3, E4M3)
 ) -> tuple[Array, ...]:
-    """Draws arguments of a kernel in `PRODUCTS`.
+    """Draws the arguments of a kernel in `PRODUCTS`.
 
-    Per-tensor scales are powers of two.
+    Per-tensor scales are constant powers of two.
+
+    Args:
+      kernel: The kernel's name.
+      shape: The sizes m, n and k of the matmul.
+      dtypes: The dtypes of both operands.
     """
     m, n, k = shape
     product = PRODUCTS[kernel]
@@ -308,6 +320,7 @@ def draws(*product: Any) -> list[tuple[Array, ...]]:
     """Draws several sets of `operands`, which together exceed the L2 cache.
 
     Calls that take the sets one after another never find their operands in the cache.
+    The arguments are the arguments of `operands`.
     """
     draw = functools.partial(operands, *product)
     size = sum(x.size * x.dtype.itemsize for x in jax.eval_shape(draw))
@@ -315,13 +328,13 @@ def draws(*product: Any) -> list[tuple[Array, ...]]:
 
 
 def kv_heads(b: Array) -> int:
-    """Returns the number of key heads of the kernel "heads" with the weights `b`."""
+    """Returns the number of key heads that the kernel "heads" makes of weights `b`."""
     size, queries = PRODUCTS["heads"].heads
     return b.shape[0] // (size * (queries + 2))
 
 
 def run_product(kernel: str, *arguments: Array, **options: Any) -> Any:
-    """Runs a kernel in `PRODUCTS`; `options` are arguments such as `tuning`."""
+    """Runs a kernel in `PRODUCTS`; `options` are keyword arguments such as `tuning`."""
     if kernel == "heads":
         options["num_kv_heads"] = kv_heads(arguments[1])
         return pallas_kernels.matmul_heads(*arguments, **options)

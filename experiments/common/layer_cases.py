@@ -2,7 +2,7 @@
 
 A case has a recipe and a wrapper of the layer. A shape has the sizes of the layer and
 of its input. `experiments.bench.layer` times single layers, and `experiments.bench.e2e`
-times whole models.
+times full models.
 """
 
 import argparse
@@ -127,7 +127,7 @@ class Shape:
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
-    """Returns the shape with sizes from command-line flags of the same names."""
+    """Returns the shape with sizes from command-line options of the same names."""
     fields = dataclasses.fields(Shape)
     return Shape(**{field.name: getattr(args, field.name) for field in fields})
 
@@ -140,8 +140,8 @@ def llama_intermediate(hidden: int) -> int:
 def layer(case: LayerCase, shape: Shape, **options: Any) -> tuple[Apply, LayerState]:
     """Returns a case's layer as a function of state and input, and its abstract state.
 
-    Parameters are BF16. `options` are further arguments of `DecoderLayer`, for models
-    other than Llama.
+    Parameters are in BF16. `options` are further arguments of `DecoderLayer`, for
+    models other than Llama.
     """
 
     def module():
@@ -164,7 +164,11 @@ def layer(case: LayerCase, shape: Shape, **options: Any) -> tuple[Apply, LayerSt
 
 
 def forward_backward(apply: Apply) -> Callable:
-    """Returns a function from state, input and cotangent to output and gradients."""
+    """Returns a function that computes a layer's output and its gradients.
+
+    The function takes the state, the input and the gradient of the output. It returns
+    the output, and the gradients of state and input.
+    """
 
     def run(state, x, dy):
         y, vjp = jax.vjp(apply, state, x)
@@ -174,7 +178,7 @@ def forward_backward(apply: Apply) -> Callable:
 
 
 def first_histories(abstract: nnx.State) -> nnx.State:
-    """Returns each parameter's amax history, filled with ones.
+    """Returns amax histories of the abstract shapes, filled with ones.
 
     E5M2 codes with the scale for an amax of 1 can hold gradients below 1.
     """
@@ -184,7 +188,8 @@ def first_histories(abstract: nnx.State) -> nnx.State:
 def random_params(abstract: Any) -> Any:
     """Draws parameters as a model initializes them: normal weights, ones for norms.
 
-    Arrays are drawn one at a time, so that only one exists in a wider dtype at once.
+    Arrays are drawn one after another, because drawing BF16 numbers takes temporary
+    arrays of 32 bits.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     drawn = [

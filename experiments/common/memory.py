@@ -1,4 +1,4 @@
-"""Sizes in bytes of arrays, and of the memory of this process's devices."""
+"""Sizes of arrays in bytes, and memory of this process's devices."""
 
 import math
 from typing import Any
@@ -7,17 +7,17 @@ import jax
 
 
 def device_peak_bytes() -> int | None:
-    """Returns the largest peak memory of this process's devices; None if unknown."""
+    """Returns the most bytes used at once on any local device; None if unknown."""
     return _largest("peak_bytes_in_use")
 
 
 def device_limit_bytes() -> int | None:
-    """Returns the most bytes of a device that JAX may allocate; None if unknown."""
+    """Returns the most bytes that JAX may allocate on a device; None if unknown."""
     return _largest("bytes_limit")
 
 
 def tree_bytes(tree: Any) -> int:
-    """Returns the size of a tree's arrays in bytes."""
+    """Returns the size of all arrays of a tree in bytes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

@@ -24,7 +24,7 @@ _LEAST = 0.04
 
 
 class Look(NamedTuple):
-    """The color and hatch of a kind of memory; hatches differ in grayscale, too."""
+    """The color and the hatch of a kind of memory in the figure."""
 
     color: str
     hatch: str = ""
@@ -42,7 +42,7 @@ LOOKS = {
 
 
 def draw(rows: list[dict[str, Any]]) -> Figure:
-    """Draws a bar for each row's recipe, in GiB, with the share of each kind."""
+    """Draws a bar of each row's memory in GiB, divided into kinds of memory."""
     figure = Figure(figsize=(9, 2 + 0.6 * len(rows)), layout="constrained", dpi=150)
     axes = figure.subplots()
     parts = {kind: [row[f"{kind}_gib"] for row in rows] for kind in KINDS}
@@ -70,11 +70,11 @@ def stack(
     """Draws horizontal bars of stacked parts, with the parts' shares and the sums.
 
     Args:
-      axes: The axes.
+      axes: The axes to draw on.
       labels: The bars' labels, from top to bottom.
       parts: The sizes of each kind of part, one for each bar.
-      names: The kinds' names in a legend.
-      looks: The kinds' looks.
+      names: The names of the kinds in the legend.
+      looks: The colors and hatches of the kinds.
     """
     places = np.arange(len(labels))[::-1]
     sums = np.sum(list(parts.values()), axis=0)

@@ -1,22 +1,22 @@
 """Meshes of devices: their names on a command line, and how a training is sharded.
 
-A mesh has five axes. A batch is split over `data`, `fsdp` and `expert`, sequences over
-`context`, and parameters with their moments over all axes but `data`. Only the arrays'
-shardings say this: XLA and the library's kernels follow them. Wherever `fsdp` splits an
-axis in the table, `context` splits the parts further.
+A mesh has five axes. A batch is sharded over `data`, `fsdp` and `expert`, sequences
+over `context`, and parameters with their moments over all axes except `data`. Sharding
+is defined by the arrays' shardings alone: XLA and the library's kernels follow them.
+Each axis in the second column of the table is also sharded over `context`.
 
-| weight     | axis that fsdp and expert split | axis that tensor splits |
-|------------|---------------------------------|-------------------------|
-| `qkv`      | outputs                         | outputs                 |
-| `gate_up`  | outputs                         | outputs                 |
-| `out`      | outputs                         | inputs                  |
-| `down`     | outputs                         | inputs                  |
-| embedding  | vocabulary                      | vocabulary              |
-| `head`     | inputs                          | inputs                  |
+| weight     | axis sharded over fsdp, expert  | axis sharded over tensor |
+|------------|---------------------------------|--------------------------|
+| `qkv`      | outputs                         | outputs                  |
+| `gate_up`  | outputs                         | outputs                  |
+| `out`      | outputs                         | inputs                   |
+| `down`     | outputs                         | inputs                   |
+| embedding  | vocabulary                      | vocabulary               |
+| `head`     | inputs                          | inputs                   |
 
-In weights of experts the axis of the experts is split by `expert`, and each part of it
-by `fsdp`. Layers gather the parts that `fsdp` splits, and send tokens along `expert` to
-the devices of their experts.
+In weights of experts the axis of the experts is sharded over `expert`, and each part of
+it over `fsdp`. Layers gather the parts that are sharded over `fsdp`, and send tokens
+along `expert` to the devices of their experts.
 """
 
 import math
@@ -58,7 +58,7 @@ _SPECS_OF_EXPERTS = {
 
 
 def parse(text: str) -> dict[str, int]:
-    """Returns the sizes of mesh axes in the value of a flag, such as "fsdp=8".
+    """Returns the sizes of mesh axes in the value of `--mesh`, such as "fsdp=8".
 
     Raises:
       ValueError: If an axis is unknown, is not supported, is given twice, or has no
@@ -89,11 +89,12 @@ def parse(text: str) -> dict[str, int]:
 
 
 def make(sizes: Mapping[str, int] | None, *, devices: int | None = None) -> Mesh | None:
-    """Returns the mesh that a training is spread over; None means one device.
+    """Returns the mesh that a training is sharded over, or None for one device.
 
     Args:
       sizes: The size of each axis that is not 1. None means all devices along `fsdp`,
-        but one device for a single process on a CPU, where more would be virtual.
+        but one device for a single process on a CPU, where further devices would be
+        virtual.
       devices: The number of devices to use, the first ones; None means all.
 
     Raises:
@@ -117,13 +118,13 @@ def make(sizes: Mapping[str, int] | None, *, devices: int | None = None) -> Mesh
 
 
 def _describe(sizes: Mapping[str, int]) -> str:
-    """Returns the sizes as the flag takes them, without axes of size 1."""
+    """Returns the sizes as `--mesh` takes them, without axes of size 1."""
     shown = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     return ",".join(shown) or "fsdp=1"
 
 
 def check_experts(config: llama.LlamaConfig, mesh: Mesh | None) -> None:
-    """Raises ValueError if a mesh splits experts, but the model has no experts."""
+    """Raises ValueError if experts are sharded, but the model has no experts."""
     size = 1 if mesh is None else mesh.shape["expert"]
     if size > 1 and config.experts is None:
         raise ValueError(
@@ -132,12 +133,14 @@ def check_experts(config: llama.LlamaConfig, mesh: Mesh | None) -> None:
 
 
 def check_batch(name: str, batch_size: int, mesh: Mesh | None, parts: int = 1) -> None:
-    """Raises ValueError if a mesh and microbatches cannot split a batch evenly.
+    """Raises ValueError if a batch cannot be split evenly.
+
+    The mesh shards the batch over devices, and each part is split into microbatches.
 
     Args:
       name: The name of the batch size in the message.
       batch_size: The number of sequences.
-      mesh: The mesh.
+      mesh: The mesh; None means one device.
       parts: The number of microbatches of the batch.
     """
     over = batch_parts(mesh)
@@ -151,7 +154,10 @@ def check_batch(name: str, batch_size: int, mesh: Mesh | None, parts: int = 1) -
 
 
 def check_length(name: str, length: int, mesh: Mesh | None) -> None:
-    """Raises ValueError if the mesh cannot split sequences evenly."""
+    """Raises ValueError if the mesh cannot shard sequences of `length` tokens evenly.
+
+    `name` is the name of the length in the message.
+    """
     parts = 1 if mesh is None else mesh.shape["context"]
     if length % parts:
         raise ValueError(
@@ -161,7 +167,7 @@ def check_length(name: str, length: int, mesh: Mesh | None) -> None:
 
 
 def context_of(mesh: Mesh) -> ContextParallel | None:
-    """Returns how the mesh splits sequences, or None if it does not split them."""
+    """Returns how the mesh shards sequences, or None if it does not shard them."""
     if mesh.shape["context"] == 1:
         return None
     head_axes = "tensor" if mesh.shape["tensor"] > 1 else None
@@ -174,27 +180,27 @@ def devices(mesh: Mesh | None) -> int:
 
 
 def name_of(mesh: Mesh | None) -> str:
-    """Returns the sizes of a mesh as the flag takes them."""
+    """Returns the sizes of a mesh as `--mesh` takes them, without axes of size 1."""
     return _describe({} if mesh is None else mesh.shape)
 
 
 def batch_parts(mesh: Mesh | None) -> int:
-    """Returns the number of parts that a batch is split into."""
+    """Returns the number of parts that a batch is sharded into."""
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in BATCH_AXES)
 
 
 def token_parts(mesh: Mesh | None) -> int:
-    """Returns the number of parts that the tokens of a batch are split into."""
+    """Returns the number of parts that the tokens of a batch are sharded into."""
     return 1 if mesh is None else batch_parts(mesh) * mesh.shape["context"]
 
 
 def param_shardings(params: Any, mesh: Mesh) -> Any:
-    """Returns the sharding of each parameter of a `Llama`.
+    """Returns a tree with the sharding of each parameter of a `Llama`.
 
-    Norms and biases are replicated.
+    Norms, biases and routers are replicated.
 
     Raises:
-      ValueError: If the mesh cannot split an axis of a parameter evenly.
+      ValueError: If the mesh cannot shard an axis of a parameter evenly.
     """
 
     def of(path: Any, param: Any) -> NamedSharding:
@@ -225,7 +231,9 @@ def whole(mesh: Mesh | None) -> Sharding:
 def state_shardings(
     tx: Any, params: Any, opt_state: Any, histories: Any, mesh: Mesh | None
 ) -> tuple[Any, Any, Any]:
-    """Returns the shardings of parameters, of their optimizer's state and of histories.
+    """Returns the shardings of parameters, of the optimizer's state and of histories.
+
+    Histories are replicated.
 
     Args:
       tx: The optimizer.
@@ -243,7 +251,10 @@ def state_shardings(
 
 
 def placed(arrays: Any, shardings: Any) -> Any:
-    """Returns abstract arrays with the shardings in a tree of the same structure."""
+    """Returns abstract copies of arrays with the given shardings.
+
+    `shardings` is a tree of the same structure as `arrays`.
+    """
 
     def of(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -252,7 +263,7 @@ def placed(arrays: Any, shardings: Any) -> Any:
 
 
 def own_rows(batch_size: int, mesh: Mesh | None) -> Int64[np.ndarray, " rows"]:
-    """Returns the indices of a batch's rows that this process holds, in order."""
+    """Returns the indices of a batch's rows on this process's devices, in order."""
     rows = np.arange(batch_size)
     if mesh is None:
         return rows
@@ -261,7 +272,7 @@ def own_rows(batch_size: int, mesh: Mesh | None) -> Int64[np.ndarray, " rows"]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch, which splits its first axis."""
+    """Returns the sharding of a batch: its first axis is sharded."""
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
@@ -300,7 +311,7 @@ def _counted(devices: int) -> str:
 
 
 def _with_context(spec: P) -> P:
-    """Returns a spec in which `context` splits further what `fsdp` splits."""
+    """Returns `spec` with each axis over `fsdp` also sharded over `context`."""
     names = map(_tuple, spec)
     return P(*[(*n, "context") if "fsdp" in n else n or None for n in names])
 

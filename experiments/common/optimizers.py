@@ -1,4 +1,4 @@
-"""The optimizers of recipes."""
+"""The recipes that train with `coat.fp8_adamw`, and optimizers in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,10 @@ COAT_RECIPES: tuple[Recipe, ...] = tuple(
 
 
 def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns `tx` on float32 copies, with float32 moments for parameters of any dtype.
+    """Returns `tx` computed in float32, for parameters of any dtype.
 
-    Unchanged, `optax.adamw` stores the moments of BF16 parameters in BF16.
+    Its moments are float32, too. Unchanged, `optax.adamw` stores the moments of BF16
+    parameters in BF16.
     """
 
     def wide(tree):

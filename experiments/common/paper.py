@@ -1,4 +1,4 @@
-"""The printed tables of the paper (arXiv 2410.19313) and of its poster."""
+"""The tables that the paper (arXiv 2410.19313) and its poster print."""
 
 # Errors of Adam's update, percent. Keys are codes of the first moment, columns codes of
 # the second. Table 1 has the first four columns.
@@ -140,5 +140,5 @@ FIGURES = {
 
 
 def saved_units(recipe: str) -> float | None:
-    """Returns a recipe's total in table 2, in U; None if the recipe is not there."""
+    """Returns a recipe's total in table 2, in U; None if table 2 lacks the recipe."""
     return TABLE_2[recipe][-2] if recipe in TABLE_2 else None

@@ -16,12 +16,12 @@ _PALLAS = re.compile(r"(\w+?)_mosaic_gpu_kernel")
 
 
 class KernelRun(NamedTuple):
-    """A run of a kernel.
+    """A run of a kernel on a GPU.
 
     Attributes:
       name: The name of the kernel on the GPU.
-      start_ms: The time at which it started.
-      end_ms: The time at which it ended.
+      start_ms: The time at which it started, in milliseconds.
+      end_ms: The time at which it ended, in milliseconds.
     """
 
     name: str
@@ -36,16 +36,17 @@ def kernel_ms(
     rest_s: float = 0.0,
     named: bool = False,
 ) -> dict[str, float]:
-    """Returns milliseconds per call by kind of kernel, largest first, then of gaps.
+    """Returns the milliseconds per call of each kind of kernel, and of the gaps.
 
-    Gaps are the times in which no kernel runs.
+    Kinds are in descending order of time; the last entry, "gaps", is the time in which
+    no kernel runs.
 
     Args:
       function: The function to call.
       calls: The number of calls.
       rest_s: The seconds that the chip rests before each call. A rested chip is limited
         by its clocks, a busy chip by its power limit.
-      named: Whether every kernel is a kind of its own, with its name on the GPU.
+      named: Whether each kernel is listed alone, by its name on the GPU.
 
     Raises:
       ValueError: If no kernel ran on a GPU.
@@ -80,12 +81,19 @@ def _kernels(data: Any) -> Iterator[KernelRun]:
 
 
 def by_part(kernels: Iterable[KernelRun]) -> dict[str, float]:
-    """Sums kernels' milliseconds by kind, largest first, then the gaps between them."""
+    """Returns the milliseconds of each kind of kernel in descending order, and gaps.
+
+    The entry "gaps" is the time between kernels. The kinds are "products" (matmuls of
+    vendor libraries), "attention", each Pallas kernel, and "XLA".
+    """
     return _summed(kernels, _part, {"products": 0.0, "attention": 0.0})
 
 
 def by_name(kernels: Iterable[KernelRun]) -> dict[str, float]:
-    """Sums kernels' milliseconds by name, largest first, then the gaps between them."""
+    """Returns the milliseconds of each kernel name in descending order, and gaps.
+
+    The entry "gaps" is the time between kernels.
+    """
     return _summed(kernels, lambda name: name, {})
 
 

@@ -1,4 +1,4 @@
-"""Command lines of programs."""
+"""Parsers of programs' command lines, and their messages."""
 
 import argparse
 from pathlib import Path
@@ -28,7 +28,10 @@ def new_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser
 def rows_to_join(
     parser: argparse.ArgumentParser, path: Path, of: str = "rows"
 ) -> list[dict[str, Any]]:
-    """Returns `results.known_rows`; exits with its message if it raises ValueError."""
+    """Returns `results.known_rows(path, of)`.
+
+    Exits with the message of a ValueError if that function raises one.
+    """
     try:
         return results.known_rows(path, of)
     except ValueError as error:

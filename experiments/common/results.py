@@ -1,4 +1,4 @@
-"""Results files of all experiments and benchmarks, in one schema."""
+"""Reads and writes the results files of all experiments and benchmarks."""
 
 import datetime
 import json
@@ -57,7 +57,7 @@ def write_results(
     measured: Sequence[Mapping[str, Any]] = (),
     **extra: Any,
 ) -> dict[str, Any]:
-    """Writes a results file, whole or not at all, and returns its contents.
+    """Writes a results file atomically, and returns its contents.
 
     Args:
       path: The path of the file; its folder is created.
@@ -109,7 +109,11 @@ def _here_and_now() -> dict[str, Any]:
 
 
 def _origin_of(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the latest date, the device, the versions and all commits of files."""
+    """Returns the latest date, the device, the versions and all commits of files.
+
+    Raises:
+      ValueError: If the files differ in their devices or in versions.
+    """
     first, *others = map(_setup_of, measured)
     for other in others:
         for name, value in first.items():
@@ -138,7 +142,7 @@ def default_path(experiment: str, name: str | None = None) -> Path:
 
 
 def load(experiment: str, name: str | None = None) -> dict[str, Any]:
-    """Loads the committed results of an experiment, such as "drift".
+    """Returns the contents of the committed results of an experiment, such as "drift".
 
     `name` selects a file if the experiment has several.
     """
@@ -146,23 +150,26 @@ def load(experiment: str, name: str | None = None) -> dict[str, Any]:
 
 
 def origin(results: dict[str, Any]) -> str:
-    """Returns where, when and by which command results were measured."""
+    """Returns a phrase: where, when and by which command results were measured."""
     device, count = results["device"]["name"], results["device"]["count"]
     devices = f"one {device}" if count == 1 else f"{count} {device}"
     return f"on {devices} on {results['date'][:10]} by `{results['command']}`"
 
 
 def picture(experiment: str, name: str) -> Path:
-    """Returns the path of the committed picture next to a results file."""
+    """Returns the path of the committed picture in the folder of a results file.
+
+    It has the name of the results file.
+    """
     return _PROJECT / default_path(experiment, name).with_suffix(".png")
 
 
 def known_rows(path: Path, of: str = "rows") -> list[dict[str, Any]]:
-    """Returns the rows in the entry `of` of a results file, or [] if there is no file.
+    """Returns the rows in the entry `of` of a results file, or [] without a file.
 
     Raises:
       ValueError: If the file is not a results file, or was measured on another kind of
-        device than this one.
+        device than this process's.
     """
     if not path.exists():
         return []
@@ -223,7 +230,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file by `value` as JSON, atomically and durably."""
+    """Replaces the content of a file with `value` as JSON, atomically and durably."""
     replace_file(path, f"{json.dumps(value, indent=2, allow_nan=True)}\n".encode())
 
 
@@ -288,7 +295,8 @@ def _commit() -> str | None:
     """Returns the commit of this checkout, with "+changes" if tracked files differ.
 
     The environment variable GIT_COMMIT overrides the commit, for copies of the files
-    without a repository. If neither is known, the result is None.
+    without a repository. Without the variable and without a repository the result is
+    None.
     """
     if commit := os.environ.get("GIT_COMMIT"):
         return commit

@@ -16,7 +16,7 @@ _MEANS = "train_loss", "val_loss", "val_gap_percent", "tokens_per_s"
 def mean_and_error(
     x: Float[np.ndarray, "seed *rest"],
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"] | None]:
-    """Returns the mean over seeds and its standard error, None for a single seed."""
+    """Returns the mean over seeds and its standard error, or None for a single seed."""
     if len(x) == 1:
         return x[0], None
     return x.mean(axis=0), x.std(axis=0, ddof=1) / np.sqrt(len(x))

@@ -1,9 +1,9 @@
 """Compiles kernels for an H200 without a GPU, and reports the resources they take.
 
-This needs packages beyond the project's: nvidia-cuda-nvcc, nvidia-nvjitlink, and
-jax-cuda13-plugin and jax-cuda13-pjrt in JAX's version, installed without their
-dependencies. JAX 0.11 compiles with the assembler of the first, JAX 0.12 with the
-second, which every installation of JAX for GPUs has.
+This needs packages in addition to the project's: nvidia-cuda-nvcc, nvidia-nvjitlink,
+and jax-cuda13-plugin and jax-cuda13-pjrt in JAX's version, installed without their
+dependencies. JAX 0.11 compiles with the assembler of nvidia-cuda-nvcc, and JAX 0.12
+with nvidia-nvjitlink, which every installation of JAX for GPUs has.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ class Resources:
 
 
 def missing() -> str | None:
-    """Returns why kernels cannot be compiled here; None if they can."""
+    """Returns the reason why kernels cannot be compiled here; None if they can."""
     for package in (*_PLUGINS, _ASSEMBLER, _LINKER):
         try:
             version = metadata.version(package)
@@ -116,7 +116,13 @@ def versions() -> dict[str, str]:
 def mesh_of(
     shape: Sequence[int], names: Sequence[str], axis_type: AxisType = AxisType.Auto
 ) -> Mesh:
-    """Returns a mesh of H200s in one host, for arguments of `compiled_on_mesh`."""
+    """Returns a mesh of H200s in one host, for arguments of `compiled_on_mesh`.
+
+    Args:
+      shape: The size of each axis.
+      names: The names of the axes.
+      axis_type: The type of all axes.
+    """
     devices = np.array(_devices(math.prod(shape))).reshape(shape)
     return Mesh(devices, names, axis_types=(axis_type,) * len(names))
 
@@ -127,7 +133,14 @@ def compiled_on_mesh(
     out_shardings: Any = None,
     options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Compiles fn(*args) for abstract arrays that are sharded over a mesh of H200s."""
+    """Compiles `fn(*args)` for abstract arrays that are sharded over a mesh of H200s.
+
+    Args:
+      fn: The function.
+      *args: Its abstract arguments, with shardings on a mesh of `mesh_of`.
+      out_shardings: The option of `jax.jit`.
+      options: Options of the compiler.
+    """
     _put_assembler_first()
     jitted = jax.jit(fn, out_shardings=out_shardings)
     return jitted.trace(*args).lower(lowering_platforms=("cuda",)).compile(options)
@@ -136,13 +149,16 @@ def compiled_on_mesh(
 def compiled(
     fn: Callable, *args: Any, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compiles fn(*args) for abstract arrays on one H200, with options of XLA."""
+    """Compiles `fn(*args)` for abstract arrays on one H200.
+
+    `options` are options of the compiler.
+    """
     with targeted():
         return compiled_on_mesh(fn, *on_one_gpu(args), options=options)
 
 
 def on_one_gpu[Tree](arrays: Tree) -> Tree:
-    """Returns abstract arrays of the same shapes and dtypes on one H200."""
+    """Returns abstract arrays of the same shapes and dtypes that are on one H200."""
     sharding = SingleDeviceSharding(*_devices(1))
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays
@@ -151,7 +167,7 @@ def on_one_gpu[Tree](arrays: Tree) -> Tree:
 
 @contextlib.contextmanager
 def targeted() -> Iterator[None]:
-    """Lets JAX trace, lower and compile for one H200 in this context."""
+    """Makes JAX trace, lower and compile for one H200 in this context."""
     _put_assembler_first()
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -169,7 +185,7 @@ def _devices(count: int) -> list[Any]:
 
 
 def _put_assembler_first() -> None:
-    """Puts the package's assembler first on PATH, so that no other one is used."""
+    """Puts the assembler of nvidia-cuda-nvcc first on PATH, so that it is used."""
     folder = str(metadata.distribution(_ASSEMBLER).locate_file("nvidia/cu13/bin"))
     path = os.environ.get("PATH", "").split(os.pathsep)
     if path[0] != folder:
@@ -177,7 +193,7 @@ def _put_assembler_first() -> None:
 
 
 def resources(fn: Callable, *args: Any) -> Resources:
-    """Compiles fn(*args) for abstract arrays, and returns its kernels' resources.
+    """Compiles `fn(*args)` for abstract arrays, and returns its kernels' resources.
 
     This works once per process for each kernel: the compiler caches kernels, and prints
     nothing about a cached one.
@@ -208,7 +224,8 @@ def _numbers(pattern: str, text: str) -> list[int]:
 def _output() -> Iterator[list[str]]:
     """Captures all output of this process, including native code's.
 
-    The list receives the output as one string when the context ends.
+    The context's value is a list. It receives the output as one string when the context
+    ends.
     """
     lines: list[str] = []
     os.environ.update(dict.fromkeys(_REPORTS, "1"))

@@ -1,4 +1,7 @@
-"""Colors, lines, markers and hatches of figures, which differ in grayscale, too."""
+"""The looks of figures: colors, lines, markers and hatches of recipes, and frames.
+
+Lines, markers and hatches tell recipes apart where colors do not, as in grayscale.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -40,7 +43,7 @@ RECIPE_HATCHES: dict[RecipeName, str] = {
 
 
 def framed(axes: Axes, grid: Literal["both", "x"] | None = "both") -> None:
-    """Draws a light grid, if any, and removes the frame above and on the right."""
+    """Removes the top and right lines of the frame, and draws a light grid, if any."""
     if grid is not None:
         axes.grid(axis=grid, color="0.9", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -53,8 +56,11 @@ def draw_shares(
 ) -> None:
     """Draws percentages as bars with intervals: a group per kind, a bar per recipe.
 
-    `shares` has, for each recipe, the percentage of each kind and both ends of its
-    interval. Bars with other names than recipes are grey.
+    Args:
+      axes: The axes to draw on.
+      shares: The bars by recipe: for each kind, the percentage and both ends of its
+        interval. Bars with other names than recipes are grey.
+      kinds: The names of the groups.
     """
     width = 0.8 / len(shares)
     for number, (recipe, of_kinds) in enumerate(shares.items()):

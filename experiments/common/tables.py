@@ -1,4 +1,4 @@
-"""Tables by columns, for a terminal, a notebook or a page in Markdown."""
+"""Tables that are defined by columns, for a terminal, a notebook or Markdown."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ class Column(NamedTuple):
       title: The title.
       key: The key of the value in a row, the keys of several values, or a function of
         the row.
-      form: The format of the values, as in "{:.1f} GiB" or "{:.1f} to {:.1f}". A string
-        in place of a number is shown as it is.
+      form: The format of the values, as in "{:.1f} GiB" or "{:.1f} to {:.1f}". If a
+        value is a string where the format expects a number, the cell is that string.
       missing: The text of a cell if its value, or the first of several, is None or not
         in the row.
     """
@@ -28,7 +28,7 @@ class Column(NamedTuple):
     missing: str = "-"
 
     def cell(self, row: Any) -> str:
-        """Returns the text of the column in a row."""
+        """Returns the text of this column's cell in a row."""
         if callable(self.key):
             value = self.key(row)
         elif isinstance(self.key, tuple):
@@ -49,7 +49,14 @@ def table(
     rows: Iterable[Any],
     caption: str | None = None,
 ) -> Table:
-    """Returns a table of numbers for a terminal, with names in the first column."""
+    """Returns a table for a terminal, with a line for each row.
+
+    Args:
+      title: The title.
+      columns: The columns; the first has the names of lines.
+      rows: The rows.
+      caption: The text below the table, if any.
+    """
     result = new_table(title, *(column.title for column in columns))
     for row in rows:
         result.add_row(*(column.cell(row) for column in columns))
@@ -58,11 +65,12 @@ def table(
 
 
 def with_paper(title: str, key: str, spec: str, paper: str | None = None) -> Column:
-    """Returns a column of values, each with the paper's below in brackets, if any.
+    """Returns a column of values, with the paper's values, if any, below in brackets.
 
     Args:
       title: The title.
-      key: The key of the value; the key of the paper's value adds "paper_" in front.
+      key: The key of the value. The key of the paper's value is this key after
+        "paper_".
       spec: The format of the value.
       paper: The format of the paper's value; None means `spec`.
     """
@@ -83,7 +91,7 @@ def markdown(columns: Sequence[Column], rows: Iterable[Any]) -> str:
 def grouped[Row, Key: Hashable](
     rows: Iterable[Row], key: Callable[[Row], Key]
 ) -> dict[Key, list[Row]]:
-    """Returns a list of rows for each value of `key`, in the order of the rows."""
+    """Returns the list of rows of each value of `key`, in the order of the rows."""
     groups: dict[Key, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -95,7 +103,8 @@ def by_column(
 ) -> dict[Any, dict[Any, Mapping[str, Any]]]:
     """Returns rows by their value of `line`, then by their value of `column`.
 
-    The keys of all dictionaries are in the order of the rows.
+    The keys of all dictionaries are in the order of the rows. Of several rows with the
+    same values, the last one counts.
     """
     lines: dict[Any, dict[Any, Mapping[str, Any]]] = {}
     for row in rows:
@@ -104,7 +113,10 @@ def by_column(
 
 
 def new_table(title: str, first: str, *columns: str) -> Table:
-    """Returns an empty table of numbers, with names in the first column."""
+    """Returns an empty table; the first column is for names, the others for numbers.
+
+    The arguments are the table's title and the titles of its columns.
+    """
     result = Table(
         title=title,
         title_justify="left",

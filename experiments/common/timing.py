@@ -25,11 +25,11 @@ HOT_S = 0.25
 
 
 def compile_all(functions: Sequence[Callable], draws: Sequence[tuple]) -> list[Any]:
-    """Returns each function's compiled program, or the exception that it raised.
+    """Returns the compiled program of each function, or the exception that it raised.
 
-    A program calls the function with each tuple of arguments in `draws`, one after
-    another. This hides the launch overhead. If all draws together exceed the L2 cache,
-    each is read from memory. Here nothing runs but XLA's autotuning.
+    A program calls its function with each tuple of arguments in `draws`, one after
+    another, which hides the launch overhead. If all draws together exceed the L2 cache,
+    each is read from memory. Here only XLA's autotuning runs programs.
     """
 
     def compiled(function):
@@ -55,9 +55,16 @@ def seconds(
     rounds: int = 7,
     round_s: float = 0.02,
 ) -> list[float]:
-    """Returns the median seconds of each program per draw, measured by `in_turns`.
+    """Returns the median seconds per draw of each program, measured by `in_turns`.
 
     With the default `round_s` the costs of starting and waiting are negligible.
+
+    Args:
+      compiled: The programs of `compile_all`.
+      draws: The tuples of arguments with which they were compiled.
+      calls: The option of `in_turns`.
+      rounds: The option of `in_turns`.
+      round_s: The option of `in_turns`.
     """
     functions = [partial(c, draws) for c in compiled]
     times = in_turns(functions, calls=calls, rounds=rounds, round_s=round_s)
@@ -73,9 +80,10 @@ def in_turns(
 ) -> list[float]:
     """Returns the median seconds per call of each function, over several rounds.
 
-    In each round the functions run one after another, each for `calls` calls, or for
-    more if these take less than `round_s` seconds. Runs should be long because a GPU
-    slows down after some tenths of a second at its power limit.
+    Functions run once before the rounds. In each round they run one after another, each
+    for `calls` calls, or for more calls if these take less than `round_s` seconds. A
+    round should be long, because a GPU slows down after some tenths of a second at its
+    power limit.
     """
 
     def mean(function, count):
@@ -96,7 +104,7 @@ def in_turns(
 
 
 def add_turns(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `turns_of` reads."""
+    """Adds the options that `turns_of` reads to a parser."""
     add = parser.add_argument
     add("--calls", type=int, default=10, help="in a row, in each round, or more")
     add("--rounds", type=int, default=3, help="in which each case has its turn")
@@ -104,13 +112,13 @@ def add_turns(parser: argparse.ArgumentParser) -> None:
 
 
 def turns_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of `in_turns` that a command line gives."""
+    """Returns the keyword arguments of `in_turns` in parsed command line arguments."""
     return {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A function to measure.
+    """A function to measure, with its arguments.
 
     Attributes:
       name: The name of the function in rows.
@@ -128,11 +136,15 @@ class Program:
 def timed(
     programs: Sequence[Program], options: dict[str, Any]
 ) -> tuple[dict[Program, float], dict[str, str]]:
-    """Times programs in alternation.
+    """Compiles and times programs in alternation.
+
+    Args:
+      programs: The programs.
+      options: The keyword arguments of `in_turns`.
 
     Returns:
-      The seconds of each program that ran, and the error messages of the others, under
-      "<name>_error".
+      The seconds of each program that ran, and the error messages of the others, by the
+      key "<name>_error".
     """
     on_gpu = jax.default_backend() == "gpu"
 

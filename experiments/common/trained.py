@@ -1,4 +1,4 @@
-"""A trained model and unseen text, on which errors are measured."""
+"""A trained model, and unseen text on which errors are measured."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Trained:
       config: The model's shape, and the recipe it was trained with.
       params: The model's parameters.
       batches: Batches of the validation text.
-      loss: Validation loss on `batches`, in nats per token.
+      loss: The validation loss on `batches`, in nats per token.
     """
 
     config: llama.LlamaConfig

@@ -1,13 +1,13 @@
-"""Predicts the GiB that a training step takes on each GPU, by kind, without a GPU.
+"""Predicts the GiB that a training step takes on each GPU, by kind of memory.
 
     uv run python -m experiments.estimate
     uv run python -m experiments.estimate --preset llama2-13b --mesh fsdp=2 --batch 8
     uv run python -m experiments.estimate --largest-batch --gpu-memory 80
 
-The table has one column for each recipe, with the kinds of memory at the peak of the
-step. `--largest-batch` finds the most sequences of a step that fit into `--gpu-memory`
-GiB of each GPU. The bars in the figure show the share of each kind. A .json file next
-to the figure holds the rows of the table.
+The program needs no GPU. The table has one column for each recipe, with the kinds of
+memory at the peak of the step. `--largest-batch` finds the largest batch of a step that
+fits into `--gpu-memory` GiB of each GPU. The bars in the figure show the share of each
+kind. A .json file next to the figure holds the rows of the table.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     top = parser()
     args = top.parse_args(argv)
     try:
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def config_of(args: argparse.Namespace, recipe: RecipeName) -> llama.LlamaConfig:
-    """Returns the configuration from command-line arguments, with a recipe."""
+    """Returns the configuration of a model for command-line arguments and a recipe."""
     flow = recipe in ("coat", "coat_max")
     changes = {"num_layers": args.layers, "vocab_size": args.vocab_size}
     return dataclasses.replace(
@@ -117,7 +117,7 @@ def row_of(args: argparse.Namespace, recipe: RecipeName) -> Row:
 
 
 def record(estimate: MemoryEstimate) -> Row:
-    """Returns the GiB of the peak, of each kind in it, and of all saved arrays."""
+    """Returns entries of a row: the GiB of the peak, its kinds, and saved arrays."""
     peak = dataclasses.asdict(estimate.peak)
     kinds = {f"{kind}_gib": peak[kind] / GIB for kind in KINDS}
     kinds |= {"peak_gib": estimate.peak_bytes / GIB, "peak_phase": estimate.peak_phase}
@@ -125,13 +125,13 @@ def record(estimate: MemoryEstimate) -> Row:
 
 
 def title(row: Row) -> str:
-    """Returns the model, the batch and the mesh in words."""
+    """Returns a title with the preset, the batch and the mesh or GPU."""
     where = row["mesh"] or "one GPU"
     return f"{row['preset']}, {row['batch']} x {row['sequence']} tokens on {where}"
 
 
 def table(rows: list[Row]) -> Table:
-    """Returns a table with a column for each recipe."""
+    """Returns a table of kinds of memory, with a column for each row's recipe."""
     result = new_table("GiB a GPU at the peak", "", *(row["recipe"] for row in rows))
     for kind, name in KINDS.items():
         result.add_row(name, *(f"{row[f'{kind}_gib']:.2f}" for row in rows))

@@ -2,9 +2,9 @@
 
     uv run python -m experiments.estimate.cards
 
-The GPUs have 80 and 141 GB, parameters are BF16, and moments FP8. There are batches for
-steps that hold gradients of the whole model, and for steps with the optimizer inside
-the backward pass.
+The GPUs have 80 and 141 GB, parameters are BF16, and moments are FP8. Batches are
+listed for two kinds of steps: ordinary steps, which hold the gradients of the full
+model, and steps with the optimizer inside the backward pass.
 """
 
 import argparse
@@ -40,7 +40,7 @@ GPUS = {"80 GB": 79.1 * 0.95, "141 GB": 139.8 * 0.97}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     args = parser().parse_args(argv)
     cases = list(itertools.product(_MODELS, _RECIPES, (False, True)))
     rows = [row_of(*case) for case in tqdm(cases, unit="case", disable=None)]
@@ -57,7 +57,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def row_of(model: tuple[str, int], recipe: str, released: bool) -> Row:
-    """Returns the largest batches of a model, and its peak memory at batch 1."""
+    """Returns a row with a model's largest batch on each GPU, and its peak at batch 1.
+
+    Args:
+      model: The preset, and the length of sequences.
+      recipe: The recipe.
+      released: Whether the optimizer steps inside the backward pass.
+    """
     preset, sequence = model
     config = llama.CONFIGS[preset]
     config = dataclasses.replace(config, recipe=recipe, param_dtype=jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Training steps of the largest Llama that fits on this GPU, or of a tiny one.
+"""Measures training steps of the largest Llama that fits on this GPU, or of a tiny one.
 
 The notebook 08_end_to_end calls this module. Without a GPU the model is tiny: it shows
 how a measurement works, and its times mean nothing.
@@ -24,10 +24,10 @@ _STEPS = 3
 
 
 def measured_here() -> list[Row]:
-    """Measures steps of one sequence, and predicts their memory.
+    """Measures steps of one sequence, and returns rows with their predicted memory.
 
-    On a GPU each case runs in a process of its own. This process needs
-    `model_step.take_memory(at_once=False)` before it uses JAX there.
+    On a GPU each case runs in its own process. Before this process uses JAX, it must
+    call `model_step.take_memory(at_once=False)`.
     """
     limit = device_limit_bytes()
     if limit is None:
@@ -37,10 +37,11 @@ def measured_here() -> list[Row]:
 
 
 def released_here() -> list[Row]:
-    """Measures a step with the optimizer inside the backward pass.
+    """Measures a step with the optimizer inside the backward pass; returns its row.
 
     Processes are as in `measured_here`. The model is the largest one that fits with
-    such a step. On a CPU the tiny model is measured, and an ordinary step, too.
+    this kind of step. On a CPU the tiny model is measured, after an ordinary step of
+    it.
     """
     limit, case = device_limit_bytes(), f"coat{RELEASED}"
     if limit is None:
@@ -57,15 +58,15 @@ def _on_gpu(case: str, model: ModelSize) -> Row:
 
 
 def predicted(case: str, model: ModelSize) -> Row:
-    """Returns the predicted peak of a case's step of one sequence."""
+    """Returns the predicted peak of a case's step with one sequence."""
     return {"predicted_peak_gib": estimate(case, model, 1).peak_bytes / GIB}
 
 
 def largest_model(limit: int, case: str = "coat") -> ModelSize:
     """Returns the largest preset that is predicted to train within `limit` bytes.
 
-    The prediction is for a step on one sequence. If no preset fits, the tiny model is
-    returned.
+    The prediction is for a step of `case` on one sequence. If no preset fits, the tiny
+    model is returned.
     """
     models = (ModelSize.of(preset) for preset in PRESETS)
     fit = (m for m in models if estimate(case, m, 1).peak_bytes <= limit)

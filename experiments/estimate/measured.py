@@ -3,9 +3,9 @@
     uv run python -m experiments.estimate.measured
 
 The peaks come from the results files of `experiments.bench.e2e` and
-`experiments.pretrain`. A device's peak includes what the program did before its steps.
-If a device's peak is missing, the peak of the compiled step takes its place. Nothing
-runs on a GPU here.
+`experiments.pretrain`. A device's peak includes the memory that the program used before
+its steps. If a device's peak is missing, the peak of the compiled step takes its place.
+This program needs no GPU.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ _TARGET = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     top = new_parser("experiments.estimate.measured", __doc__)
     top.add_argument("--out", type=Path, default=default_path("estimate"))
     args = top.parse_args(argv)
@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measured_steps() -> list[Row]:
-    """Returns the rows with a peak in the results files of `experiments.bench.e2e`."""
+    """Returns the rows with a peak in the results files of `experiments.bench.e2e`.
+
+    Only the cases in `CASES` can be predicted and are returned.
+    """
     steps = []
     for name in ("bench_e2e", *BY_KIND.values()):
         for row in load("bench_e2e", name)["rows"]:
@@ -66,7 +69,7 @@ def measured_steps() -> list[Row]:
 
 
 def end_to_end(row: Row) -> Row:
-    """Returns a measured step of `experiments.bench.e2e` next to its prediction."""
+    """Returns a row that compares a measured step of `bench.e2e` and its prediction."""
     model = ModelSize.of_row(row)
     gpus = row.get("gpus", 1)
     names = {"of": row["of"], "model": model.name, "case": row["case"]}
@@ -81,7 +84,7 @@ def end_to_end(row: Row) -> Row:
 
 
 def pretraining(name: str) -> Iterator[Row]:
-    """Yields a row for each recipe in a file of pretraining, with its prediction."""
+    """Yields a row with a prediction for each recipe in the pretraining file `name`."""
     results = load("pretrain", name)
     model = llama.CONFIGS[results["preset"]]
     for recipe, row in over_seeds(results["rows"]).items():
@@ -107,7 +110,7 @@ def compared(
     saved: float,
     optimizer: float,
 ) -> Row:
-    """Returns a prediction next to the measured GiB, and its relative error.
+    """Returns a row with a prediction, the measured GiB, and the relative errors.
 
     Args:
       prediction: The prediction.

@@ -2,11 +2,11 @@
 
     uv run python -m experiments.estimate.table_7
 
-The rows of the study "paper" have the paper's numbers of GPUs, batches and sequences,
-on GPUs of 80 GiB. Rows of the study "gpus" have one to eight GPUs of 80 and of 141
-GiB, one sequence on each, and some longer sequences. Parameters are BF16, and several
-GPUs split parameters, optimizer and batch (FSDP). Batches count the sequences of all
-GPUs together.
+The rows of the study "paper" have the paper's numbers of GPUs, batches and sequence
+lengths, on GPUs of 80 GiB. Rows of the study "gpus" have one to eight GPUs of 80 and of
+141 GiB, one sequence on each, and also Llama 3 8B and longer sequences. Parameters are
+BF16. Several GPUs shard parameters, optimizer states and the batch (FSDP). Batches
+count the sequences of all GPUs together.
 """
 
 import itertools
@@ -42,7 +42,7 @@ _PAPER_SEQUENCES = {"Llama-30B": 1024}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     top = new_parser("experiments.estimate.table_7", __doc__)
     out = default_path("estimate", "estimate_table_7")
     top.add_argument("--out", type=Path, default=out)
@@ -79,7 +79,17 @@ def prediction(
     sequence: int = _SEQUENCE,
     gpu_memory: int = GPU_MEMORIES[0],
 ) -> Row:
-    """Returns the row that `experiments.estimate` predicts, with the largest batch."""
+    """Returns a row of `experiments.estimate` for a model, with its largest batch.
+
+    Args:
+      study: The name of the study.
+      model: The model's name in table 7.
+      recipe: The recipe.
+      gpus: The number of GPUs.
+      batch: The number of sequences on all GPUs.
+      sequence: The length of sequences.
+      gpu_memory: The GiB of a GPU.
+    """
     options = {
         "--preset": PRESETS[model],
         "--batch": batch,

@@ -40,7 +40,10 @@ def parse(argv: Sequence[str] | None = None) -> FinetuneArguments:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser; flags for settings have no default here."""
+    """Returns the parser of the command line.
+
+    Arguments that are not given are missing from its result.
+    """
     top = new_parser(
         "experiments.finetune",
         "Fine-tunes one base with several recipes on conversations, and compares their "
@@ -80,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_questions(top: argparse.ArgumentParser) -> None:
-    """Adds the flags of the data and of the test questions."""
+    """Adds the options for the data and the test questions to a parser."""
     add = top.add_argument_group("the data").add_argument
     for name, help_text in (
         ("--data", "to train on; generated problems if not given"),

@@ -29,14 +29,14 @@ _CHUNK, _CHUNKS = 2**16, 2**12  # Bytes of a hashed piece, and most pieces of a 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Base:
-    """A model to start from.
+    """A model that a fine-tuning starts from.
 
     Attributes:
       config: A function of settings and a recipe that returns the model's config.
       load: A function of a mesh and a dtype that returns the model, with the recipe
         "bf16"; None means random parameters.
-      fingerprint: A hash of the parameters, and of the config and the tokenizer of a
-        folder; "random" for random parameters.
+      fingerprint: A hash of the parameters, and for a folder also of the config and the
+        tokenizer; "random" for random parameters.
       origin: The folder's path and config, for `hf.save`; None without a folder.
     """
 
@@ -47,14 +47,19 @@ class Base:
 
 
 def random_base(vocab_size: int) -> Base:
-    """Returns a model of the preset's shape with random parameters."""
+    """Returns a base with random parameters, and with the shape of the preset."""
     return Base(
         config=lambda settings, recipe: model_config(settings, recipe, vocab_size)
     )
 
 
 def base_of_run(folder: Path, recipe: Recipe, vocab_size: int) -> Base:
-    """Returns the model of a pretraining's latest checkpoint.
+    """Returns the base with the model of a pretraining's latest checkpoint.
+
+    Args:
+      folder: The folder of the run.
+      recipe: The recipe of the checkpoint.
+      vocab_size: The size of the vocabulary.
 
     Raises:
       ValueError: If the run is damaged, used token files, or has no checkpoint.
@@ -75,7 +80,9 @@ def base_of_run(folder: Path, recipe: Recipe, vocab_size: int) -> Base:
 
 
 def base_of_folder(folder: Path) -> Base:
-    """Returns the model of a Hugging Face folder; only `Base.load` reads the weights.
+    """Returns the base with the model of a Hugging Face folder.
+
+    Only `Base.load` and the fingerprint read the weights.
 
     Raises:
       ValueError: If the folder is damaged, or its architecture is not supported.
@@ -105,8 +112,8 @@ def base_of_folder(folder: Path) -> Base:
 def folder_fingerprint(folder: Path) -> str:
     """Returns a hash of a folder's config, tokenizer and tensors.
 
-    Files of up to 256 MiB are hashed as a whole. Of a longer file only its size and a
-    sample of its pieces are hashed.
+    Files of up to 256 MiB are hashed completely. For a longer file, the size and a
+    sample of the content are hashed.
     """
     digest = hashlib.blake2b(digest_size=16)
     tensors = sorted(path.name for path in folder.glob("*.safetensors"))

@@ -1,8 +1,8 @@
-"""Checkers: functions that say whether a generated answer is right.
+"""Checkers: functions that decide whether a generated answer is right.
 
-The setting `checker` is a name in `CHECKERS`, or MODULE:FUNCTION for a function of your
-own with the arguments of `Checker`. The module is imported from the working directory
-or the installed packages.
+The setting `checker` is a name in `CHECKERS`, or MODULE:FUNCTION for a user's function
+with the arguments of `Checker`. The module is imported from the working directory or
+the installed packages.
 """
 
 import importlib
@@ -23,7 +23,7 @@ class Checker(Protocol):
     def __call__(
         self, answer: str, expected: str, fields: Mapping[str, Any]
     ) -> bool | float:
-        """Returns whether an answer is right, or a score that is 1 if it is.
+        """Returns whether an answer is right, or a score, where 1 means right.
 
         Args:
           answer: The generated answer.
@@ -64,7 +64,7 @@ CHECKERS: dict[str, Checker] = {"exact": exact, "number": number}
 
 
 def load_checker(name: str) -> Checker:
-    """Returns the checker of a name, or the function at MODULE:FUNCTION.
+    """Returns the checker with a name in `CHECKERS`, or the function MODULE:FUNCTION.
 
     Raises:
       ValueError: If there is no such checker.
@@ -87,5 +87,5 @@ def load_checker(name: str) -> Checker:
 
 
 def is_code(name: str) -> bool:
-    """Returns whether a checker's name refers to code outside of this program."""
+    """Returns whether the name of a checker refers to code outside this program."""
     return name not in CHECKERS

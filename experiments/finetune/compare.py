@@ -2,7 +2,7 @@
 
     uv run python -m experiments.finetune.compare --base RUN --recipes bf16,te,coat
 
-Each seed is a run of `experiments.finetune` in a folder of its own. Flags that this
+Each seed is a run of `experiments.finetune` in its own folder. Options that this
 program does not know are passed to `experiments.finetune`. The same command continues
 where an earlier one ended. All runs ask the same questions, so each recipe is compared
 with the first recipe question by question.
@@ -45,8 +45,7 @@ class Hits(NamedTuple):
     """The correctness of the answers of all runs.
 
     Attributes:
-      recipes: "before", which stands for the model before the training, and the
-        recipes.
+      recipes: "before" for the model before the training, then the recipes.
       families: The family of each question.
       exact: Whether each answer is exact, by recipe, seed and question: 0.0 or 1.0.
     """
@@ -56,7 +55,7 @@ class Hits(NamedTuple):
     exact: Float[np.ndarray, "recipes seeds questions"]
 
     def of(self, family: str) -> "Hits":
-        """Returns the answers of a family, or of "all"."""
+        """Returns the hits of one family, or of all families for "all"."""
         in_family = [family in ("all", name) for name in self.families]
         families = [
             name
@@ -67,7 +66,7 @@ class Hits(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     # If abbreviations were allowed, --seed of the runs would be read as --seeds.
     top = new_parser("experiments.finetune.compare", __doc__, allow_abbrev=False)
     out = default_path("finetune", "finetune_compare")
@@ -99,7 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_seed(folder: Path, flags: Sequence[str]) -> int:
-    """Runs a fine-tuning in a folder, unless it is finished; returns an exit code."""
+    """Runs a fine-tuning in a folder, unless it is finished; returns an exit code.
+
+    An interrupted run is resumed. `flags` are the options of `experiments.finetune`.
+    """
     if not (folder / "run.json").exists():
         return program.main([*flags, "--out", str(folder)])
     if not (folder / "summary.json").exists():
@@ -113,7 +115,7 @@ def run_seed(folder: Path, flags: Sequence[str]) -> int:
 
 
 def compared(folders: Sequence[Path]) -> dict[str, Any]:
-    """Returns the entries of a results file about finished runs.
+    """Returns the entries of a results file for finished runs.
 
     Raises:
       ValueError: If a run is damaged, or its recipes or questions are not the first
@@ -132,7 +134,7 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def training_of(folder: Path) -> dict[str, Any]:
-    """Returns the entries of a run's summary that hold for all seeds."""
+    """Returns the entries of a run's summary that are the same for all seeds."""
     summary = read_results(folder / "summary.json")
     shared = {key: summary[key] for key in ("preset", "steps", "nats_per", "base")}
     measured = next(iter(summary["recipes"].values()))
@@ -151,7 +153,7 @@ def curves_of(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def samples_of(answers: Answers) -> list[dict[str, str]]:
-    """Returns a run's answers to the first question of each family."""
+    """Returns a run's answers to one question of each family, the first one."""
     records = [record for of_recipe in answers.values() for record in of_recipe]
     first = {record["family"]: record["question"] for record in records[::-1]}
     keys = ("recipe", "family", "question", "expected", "given")
@@ -163,7 +165,7 @@ def samples_of(answers: Answers) -> list[dict[str, str]]:
 
 
 def answers_of(folder: Path) -> Answers:
-    """Returns the answers of a finished run, by recipe."""
+    """Returns the answers of a finished run by recipe, including "before"."""
     by_recipe: Answers = {}
     for line in (folder / "answers.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -172,7 +174,7 @@ def answers_of(folder: Path) -> Answers:
 
 
 def read_hits(folders: Sequence[Path]) -> Hits:
-    """Reads the answers of finished runs.
+    """Reads the answers of finished runs, and returns which are exact.
 
     Raises:
       ValueError: If the runs have other recipes or questions than the first.
@@ -181,7 +183,9 @@ def read_hits(folders: Sequence[Path]) -> Hits:
 
 
 def hits_of(runs: Mapping[str, Answers]) -> Hits:
-    """Returns the correctness of the answers of runs, given by the runs' names.
+    """Returns the correctness of the answers of runs.
+
+    `runs` has the answers of each run, by the run's name.
 
     Raises:
       ValueError: If the runs have other recipes or questions than the first.
@@ -204,7 +208,10 @@ def hits_of(runs: Mapping[str, Answers]) -> Hits:
 
 
 def shares(hits: Hits) -> list[dict[str, Any]]:
-    """Returns each recipe's exact match by family, with intervals over questions."""
+    """Returns a row for each family and recipe: exact match in percent and interval.
+
+    The intervals are over questions.
+    """
     rows = []
     for family in _families(hits):
         for recipe, exact in zip(hits.recipes, hits.of(family).exact, strict=True):
@@ -217,7 +224,10 @@ def shares(hits: Hits) -> list[dict[str, Any]]:
 
 
 def paired(hits: Hits) -> list[dict[str, Any]]:
-    """Returns differences to the first recipe by family, each with two intervals."""
+    """Returns a row for each family and recipe: its difference to the first recipe.
+
+    Each difference has two intervals, over questions and over seeds.
+    """
     rows = []
     for family in _families(hits):
         exact = hits.of(family).exact[1:]  # The first entry is "before".
@@ -240,7 +250,7 @@ def paired(hits: Hits) -> list[dict[str, Any]]:
 
 
 def _half_over_seeds(differences: Float[np.ndarray, " seeds"]) -> float:
-    """Returns the half-width of a mean's 95% interval over seeds; infinite for one."""
+    """Returns half the width of the 95% interval over seeds; infinite for one seed."""
     if differences.size < 2:
         return math.inf
     error = differences.std(ddof=1) / np.sqrt(differences.size)

@@ -28,7 +28,12 @@ _GAIN = 10.0
 
 
 def bars(rows: Sequence[Row], differences: Sequence[Row]) -> list[Bar]:
-    """Returns a comparison's bars; empty if it has too few questions or seeds."""
+    """Returns the targets of a comparison: no targets with few questions or seeds.
+
+    Args:
+      rows: The rows of exact match, from `shares`.
+      differences: The rows of differences, from `paired`.
+    """
     untrained, first = [row for row in rows if row["family"] == "all"][:2]
     if first["questions"] < _QUESTIONS or first["seeds"] < _SEEDS:
         return []
@@ -44,7 +49,7 @@ def bars(rows: Sequence[Row], differences: Sequence[Row]) -> list[Bar]:
 
 
 def examples(problems: Sequence[Problem]) -> Table:
-    """Returns a table of problems, with the benchmarks for which they stand."""
+    """Returns a table of problems, with the benchmark that each family imitates."""
     result = new_table("Generated problems", "family", "for", "question", "answer")
     for problem in problems:
         stands_for = BENCHMARKS[problem.family]
@@ -53,7 +58,7 @@ def examples(problems: Sequence[Problem]) -> Table:
 
 
 def answers(results: Results) -> Table:
-    """Returns a table of what each model wrote, for a question of each family."""
+    """Returns a table of the answers of all models to a question of each family."""
     samples = results["samples"]
     recipes = list(dict.fromkeys(row["recipe"] for row in samples))
     result = new_table("Answers of seed 0", "question", "right", *recipes)
@@ -71,7 +76,7 @@ def _of_text(table: Table) -> Table:
 
 
 def exact_match(results: Results) -> Table:
-    """Returns a table of exact match by recipe and family, and the paper's numbers."""
+    """Returns a table of exact match by recipe and family, with the paper's numbers."""
     rows = results["rows"]
     result = _by_family("Exact match, %", rows)
     for recipe, rows_of_recipe in _grouped(rows):
@@ -92,7 +97,7 @@ def exact_match(results: Results) -> Table:
 
 
 def differences(results: Results) -> Table:
-    """Returns a table of paired differences by family, and the paper's numbers."""
+    """Returns a table of paired differences by family, with the paper's numbers."""
     rows = results["differences"]
     reference = rows[0]["beside"] if rows else "the first recipe"
     title = f"Points above {reference} on the same questions, and 95% intervals"
@@ -118,7 +123,10 @@ def differences(results: Results) -> Table:
 
 
 def draw_losses(results: Results) -> Figure:
-    """Draws training losses by recipe, averaged over seeds, above gaps to the first."""
+    """Draws training losses by recipe, and below them gaps to the first recipe.
+
+    The losses are averages over seeds.
+    """
     unit = f"nats a {results['training']['nats_per']}"
     return draw_curves(results["curves"], "Loss of answers while training", unit)
 
@@ -181,7 +189,8 @@ def _by_family(title: str, rows: Sequence[Row]) -> Table:
 def _heads(families: Iterable[str]) -> list[str]:
     """Returns the heads of columns: the names of families.
 
-    If every benchmark has a family, a second line names the family's benchmark.
+    If the families include a family for every benchmark, a second line names the
+    benchmark.
     """
     families = list(families)
     names = BENCHMARKS if set(BENCHMARKS) <= set(families) else {}
@@ -189,15 +198,15 @@ def _heads(families: Iterable[str]) -> list[str]:
 
 
 def _grouped(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Returns the rows of each recipe."""
+    """Returns pairs of a recipe and its rows."""
     return list(grouped(rows, itemgetter("recipe")).items())
 
 
 def _paper(recipe: str, rows: Sequence[Row]) -> list[float | None]:
     """Returns the number in the paper's table 4 for each row; None if there is none.
 
-    All are None unless every benchmark has a family, because the paper's average is
-    over all benchmarks.
+    All are None unless the rows have a family for every benchmark, because the paper's
+    average is over all benchmarks.
     """
     families = [row["family"] for row in rows]
     columns = BENCHMARKS | {"all": "average"}

@@ -1,4 +1,4 @@
-"""Records of a fine-tuning: conversations, passages of text, rows of tokens."""
+"""Records of fine-tuning data: conversations, passages of text, and rows of tokens."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Messages = tuple[tuple[str, str], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """An item of the data.
+    """An item of the data; the base class of the kinds of records.
 
     Attributes:
       family: The kind of question, for results by kind.
@@ -35,8 +35,8 @@ class Conversation(Record):
 
     Attributes:
       messages: The role and the content of each message.
-      learned: Whether the loss counts each message; it only ever counts the assistant's
-        messages. Empty means that it counts all of the assistant's messages.
+      learned: Whether the loss counts each message; messages of other roles than the
+        assistant's never count. Empty means all of the assistant's messages.
     """
 
     messages: Messages
@@ -55,7 +55,7 @@ class Conversation(Record):
 
     @property
     def question(self) -> str:
-        """The last question."""
+        """The content of the message before the last answer."""
         return self.messages[-2][1]
 
     @property
@@ -71,7 +71,7 @@ class Conversation(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Passage(Record):
-    """Text without roles: a prompt, which may be empty, and what follows it.
+    """Text without roles: a prompt, which may be empty, and its completion.
 
     Attributes:
       prompt: The text that is given.
@@ -110,7 +110,7 @@ class Example(NamedTuple):
 
     Attributes:
       tokens: The tokens.
-      answers: True for the tokens that the loss counts.
+      answers: Whether the loss counts each token.
     """
 
     tokens: Int32[np.ndarray, " n"]
@@ -118,12 +118,12 @@ class Example(NamedTuple):
 
 
 def result_of(answer: str) -> str:
-    """Returns the result in an answer: the text after the last "####", or all text."""
+    """Returns the result in an answer: the text after the last "####", or all of it."""
     return answer.rpartition(_STEPS)[2].strip()
 
 
 def check_turns(roles: list[str]) -> None:
-    """Raises ValueError unless user and assistant alternate, and the assistant is last.
+    """Raises ValueError unless user and assistant alternate, ending with the assistant.
 
     A system message may come before them.
 

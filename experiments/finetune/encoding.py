@@ -1,9 +1,9 @@
-"""Encoders of records as tokens, and the encoder that writes roles as words.
+"""Encoders, which turn records into tokens, and the encoder that writes roles as words.
 
 The content of a message can never become a role or the end of a document. A special
 token in a message is encoded as plain text. If roles are written as words, a message
-with these words is refused. `experiments.finetune.folder_encoding` has the encoder of a
-Hugging Face folder.
+that contains these words raises an error. `experiments.finetune.folder_encoding` has
+the encoder of a Hugging Face folder.
 """
 
 import abc
@@ -27,7 +27,7 @@ _WORDS = {"system": "", "user": "User: ", "assistant": "Assistant:"}
 
 
 class Encoder(abc.ABC):
-    """An encoder of records as a model's tokens.
+    """The base class of encoders, which turn records into a model's tokens.
 
     Attributes:
       vocab_size: The number of distinct tokens.
@@ -43,7 +43,7 @@ class Encoder(abc.ABC):
 
     @abc.abstractmethod
     def question(self, record: Conversation | Passage) -> list[int]:
-        """Returns the tokens up to the last answer, which is to be generated."""
+        """Returns the tokens of a record before its last answer, the model's prompt."""
 
     @abc.abstractmethod
     def _conversation(self, conversation: Conversation) -> Example: ...
@@ -54,7 +54,7 @@ class Encoder(abc.ABC):
     def encode(self, record: Record, loss: Loss = "answers") -> Example:
         """Returns a record's tokens, and whether the loss counts each token.
 
-        The loss counts the answers, or with `loss="all"` every token but the first.
+        The loss counts the answers, or with `loss="all"` every token except the first.
 
         Raises:
           ValueError: If a message could be read as a role, or tokens are outside the
@@ -94,9 +94,9 @@ class WordsEncoder(Encoder):
         User: What is 7 + 5?
         Assistant: 12<|document|>
 
-    The separator of documents, which pretraining has taught the model, ends each answer
+    The separator of documents, which the model knows from pretraining, ends each answer
     of the assistant. A message of the role "system" is a line without a role. The space
-    before an answer is encoded with the answer, as in a BPE, and not with the question.
+    before an answer is encoded together with the answer, as BPE tokenizers expect.
 
     Args:
       codec: The tokenizer of the run.
@@ -112,7 +112,7 @@ class WordsEncoder(Encoder):
         return self._codec.decode(tokens)
 
     def question(self, record: Conversation | Passage) -> list[int]:
-        """Returns the tokens up to the last answer."""
+        """Returns the tokens of a record before its last answer."""
         if isinstance(record, Passage):
             return self._codec.encode(record.prompt).tolist()
         return self._joined(self._pieces(record)[:-1]).tokens.tolist()
@@ -121,7 +121,7 @@ class WordsEncoder(Encoder):
         return self._joined(self._pieces(conversation))
 
     def _pieces(self, conversation: Conversation) -> list[tuple[str, bool, bool]]:
-        """Returns the pieces of a conversation for `_joined`, an answer last."""
+        """Returns the pieces of a conversation for `_joined`; the last is an answer."""
         pieces, prompt = [], ""
         for index, (role, content) in enumerate(conversation.messages):
             for word in filter(None, _WORDS.values()):
@@ -140,7 +140,7 @@ class WordsEncoder(Encoder):
         return self._joined(pieces)
 
     def _joined(self, pieces: Sequence[tuple[str, bool, bool]]) -> Example:
-        """Encodes pieces of text and joins their tokens.
+        """Encodes pieces of text, and concatenates their tokens.
 
         Args:
           pieces: The pieces: a text, whether the loss counts its tokens, and whether

@@ -1,4 +1,4 @@
-"""Exact match: generated answers compared with the right ones, with intervals."""
+"""Exact match: asks models questions, and counts how many answers are right."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,14 +40,14 @@ class Answer:
 
 
 class Exam:
-    """Questions to ask a model.
+    """Questions to ask a model, with their right answers.
 
     Args:
       records: The questions with their answers.
       encoder: The encoder of the model.
-      checker: The function that says whether an answer is right.
-      config: The model's shape, to bound batches by the memory of the KV cache; None
-        means no such bound.
+      checker: The function that decides whether an answer is right.
+      config: The model's shape, which bounds batches by the memory of the KV cache;
+        None means no bound by memory.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Exam:
         self._size = min(_BATCH, len(records), self._fitting())
 
     def _fitting(self) -> int:
-        """Returns the number of questions that fit in the largest KV cache."""
+        """Returns the number of questions in a batch that the KV cache has room for."""
         if self._config is None or not self._prompts:
             return _BATCH
         c, longest = self._config, max(map(len, self._prompts))
@@ -85,7 +85,10 @@ class Exam:
         return Exam(self._records[:count], *options)
 
     def ask(self, model: Llama, name: str | None = None) -> list[Answer]:
-        """Returns the greedy answers of a model, in the order of the questions."""
+        """Returns the greedy answers of a model, in the order of the questions.
+
+        `name` is shown next to a progress bar; None means no progress bar.
+        """
         texts: dict[int, str] = {}
         with tqdm(total=len(self._prompts), desc=name, disable=name is None) as bar:
             for batch in self._batches():
@@ -96,7 +99,7 @@ class Exam:
         ]
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yields the indices of the questions of each batch, short prompts first."""
+        """Yields the indices of the questions of each batch, shortest prompts first."""
         order = sorted(range(len(self._prompts)), key=lambda n: len(self._prompts[n]))
         for start in range(0, len(order), self._size or 1):
             yield order[start : start + self._size]
@@ -134,7 +137,7 @@ def percent(answers: Sequence[Answer]) -> float:
 
 
 def rows(recipe: str, answers: Sequence[Answer]) -> Iterable[dict[str, Any]]:
-    """Yields the exact match of each family and of all, with 95% intervals."""
+    """Yields a row for each family and for "all": exact match and 95% intervals."""
     families = list(dict.fromkeys(record.family for record in answers))
     for family in [*families, "all"] if families != ["all"] else families:
         of_family = [a for a in answers if family in ("all", a.family)]

@@ -16,8 +16,8 @@ from experiments.finetune.encoding import Encoder, role_error
 class FolderEncoder(Encoder):
     """The encoder of a Hugging Face folder: its tokenizer and its chat template.
 
-    An answer's tokens are its content, and what the template writes after the content
-    up to the token that stops generation.
+    The tokens of an answer are its content and the text that the template writes after
+    the content, up to the token that stops generation.
 
     Args:
       folder: The path of the folder.
@@ -48,14 +48,18 @@ class FolderEncoder(Encoder):
 
     @property
     def template(self) -> hf.ChatTemplate:
-        """The chat template, which only conversations need."""
+        """The chat template, which is read when the first conversation needs it."""
         if self._template is None:
             self._template = hf.ChatTemplate(self._folder)
             self._check_template(self._template)
         return self._template
 
     def _check_template(self, template: hf.ChatTemplate) -> None:
-        """Finds the token that ends an answer, and the words that write roles."""
+        """Sets the token that ends an answer, and the words that mark roles.
+
+        Raises:
+          ValueError: If the template changes the contents of messages.
+        """
         pieces = _pieces(template, ("user", "assistant") * 2, prompt=False)
         if pieces is None:
             raise ValueError(
@@ -75,7 +79,7 @@ class FolderEncoder(Encoder):
         return self._tokenizer.decode(list(tokens))
 
     def question(self, record: Conversation | Passage) -> list[int]:
-        """Returns the tokens up to the last answer."""
+        """Returns the tokens of a record before its last answer."""
         if isinstance(record, Passage):
             return self._text(record.prompt, ends=False).tolist()
         return self._tokens(record.messages[:-1], prompt=True)[1].tolist()
@@ -93,7 +97,7 @@ class FolderEncoder(Encoder):
         return Example(text, learned if passage.prompt else np.ones(text.size, bool))
 
     def _text(self, text: str, ends: bool) -> np.ndarray:
-        """Returns a text's tokens, after the tokens that start each text, if any.
+        """Returns a text's tokens, after any tokens that the tokenizer puts first.
 
         If the text `ends` a document, the end token follows.
         """
@@ -124,7 +128,11 @@ class FolderEncoder(Encoder):
         return Example(tokens, learned)
 
     def _stop(self, text: str, begin: int, end: int) -> int:
-        """Returns the position in the text after the token that ends an answer."""
+        """Returns the end of the token that ends an answer, as a position in the text.
+
+        The search is between `begin` and `end`; without such a token the result is
+        `end`.
+        """
         for number in self.stop_tokens:
             word = self._tokenizer.id_to_token(number)
             if word and (at := text.find(word, begin, end)) >= 0:
@@ -138,7 +146,7 @@ class FolderEncoder(Encoder):
     def _tokens(
         self, messages: Messages, prompt: bool
     ) -> tuple[str, np.ndarray, np.ndarray]:
-        """Returns messages as text and as tokens, and each token's text position."""
+        """Returns messages as text, their tokens, and each token's position in it."""
         text = self._rendered(messages, prompt)
         self._check_roles(messages)
         if any(self._has_special(content) for _, content in messages):
@@ -154,7 +162,7 @@ class FolderEncoder(Encoder):
                     raise role_error(word, content)
 
     def _has_special(self, content: str) -> bool:
-        """Returns whether the tokenizer would read a special token in a content."""
+        """Returns whether the tokenizer would read a special token in `content`."""
         if any(word in content for word in self._special):
             return True
         if self._tokenizer.normalizer is None:
@@ -166,7 +174,11 @@ class FolderEncoder(Encoder):
     def _places(
         self, text: str, messages: Messages, prompt: bool
     ) -> list[tuple[int, int]]:
-        """Returns the span of each message's content in a rendered text."""
+        """Returns the span of each message's content in a rendered text.
+
+        Raises:
+          ValueError: If the template changes the contents of messages.
+        """
         pieces = _pieces(self.template, [role for role, _ in messages], prompt)
         raw = [content for _, content in messages]
         for contents in (raw, [content.strip() for content in raw]):
@@ -185,7 +197,7 @@ class FolderEncoder(Encoder):
     def _around(
         self, text: str, hidden: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes a text; special tokens within the spans `hidden` are plain text.
+        """Encodes a text; special tokens within the spans `hidden` become plain text.
 
         Returns:
           The tokens, and the position in the text at which each token begins.
@@ -204,10 +216,11 @@ class FolderEncoder(Encoder):
     def _special_places(
         self, text: str, hidden: Sequence[tuple[int, int]]
     ) -> list[tuple[int, str]]:
-        """Finds the special tokens outside of the spans `hidden`.
+        """Finds the special tokens outside the spans `hidden`.
 
         Returns:
-          The position and the text of each, in order, and last the text's end with "".
+          The position and the text of each special token, in order, and then the
+          position of the text's end with "".
         """
         places, at = [], 0
         # The tokenizer takes the longer of two tokens that begin at the same position.
@@ -237,9 +250,10 @@ def _without_special(tokenizer):
 def _pieces(
     template: hf.ChatTemplate, roles: Sequence[str], prompt: bool
 ) -> list[str] | None:
-    """Returns the text that a template writes before each content and after the last.
+    """Returns the texts that a template writes around the contents of messages.
 
-    Returns None if the template changes or leaves out a content.
+    These are the texts before each content and after the last. The result is None if
+    the template changes or leaves out a content.
     """
     marks = [f"\ue000{n}\ue001" for n in range(len(roles))]
     messages = [
@@ -255,7 +269,11 @@ def _pieces(
 
 
 def _end_token(folder: Path, special: dict[str, int]) -> int:
-    """Returns the token that ends a document."""
+    """Returns the token that ends a document: the tokenizer's `eos_token`.
+
+    Raises:
+      ValueError: If the tokenizer lacks this token.
+    """
     name = special_tokens(folder)["eos_token"]
     if name not in special:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Conversations packed, uncut, into windows of one length."""
+"""Packs conversations into windows of one length without cutting them."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,8 +16,9 @@ _OPEN = 64
 class PackedWindows:
     """Windows of conversations, as a random-access sequence.
 
-    A window is an array [3, length + 1] of int32: tokens; the number of each token's
-    conversation, from 1, or 0 for padding; and 1 for the tokens of answers.
+    A window is an array [3, length + 1] of int32. Its rows are the tokens, the number
+    of each token's conversation (from 1; 0 is padding), and 1 for tokens of answers,
+    else 0.
 
     Args:
       examples: The conversations, none longer than `length + 1`. They are packed in
@@ -61,7 +62,13 @@ class PackedWindows:
 
 
 def _packed(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Returns the indices of the items in each window, packed by first fit."""
+    """Returns the indices of the items in each window, packed by first fit.
+
+    `sizes` are the items' sizes, and `room` is the size of a window.
+
+    Raises:
+      ValueError: If an item is larger than a window.
+    """
     windows: list[list[int]] = []
     free: list[int] = []
     for which, size in enumerate(sizes):

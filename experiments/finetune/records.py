@@ -2,15 +2,15 @@
 
 | format            | fields                                                        |
 |-------------------|---------------------------------------------------------------|
-| messages          | messages: a list of {role, content}, as OpenAI has it         |
+| messages          | messages: a list of {role, content}, as in OpenAI's format    |
 | question, answer  | question, answer: one turn of a conversation                  |
-| Alpaca            | instruction, output, and maybe input and system               |
+| Alpaca            | instruction, output, and optionally input and system          |
 | prompt            | prompt, completion: text without roles, or lists of messages  |
 | text              | text                                                          |
-| tokens            | input_ids, and maybe labels, in which -100 is not learned     |
+| tokens            | input_ids, and optionally labels, with -100 for no loss       |
 
-All records of a file have one format. A record may also have a "family", and fields of
-other names, which only a task's checker reads.
+All records of a file have one format. A record may also have a "family", and other
+fields, which only a checker reads.
 """
 
 import codecs
@@ -66,7 +66,16 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def _of_file(path: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Record]:
-    """Yields the records of a file; raises ValueError unless all have one format."""
+    """Yields the records of a file.
+
+    Args:
+      path: The path of the file.
+      rows: The location and the fields of each record.
+
+    Raises:
+      ValueError: If a record is invalid, or its format is not the first record's. The
+        message names the location.
+    """
     first: tuple[str, str] | None = None
     for location, row in rows:
         try:
@@ -83,7 +92,11 @@ def _of_file(path: Path, rows: Iterator[tuple[str, Any]]) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the location and the JSON value of each line that is not blank."""
+    """Yields the location and the JSON value of each line that is not blank.
+
+    Raises:
+      ValueError: If a line is not JSON. The message names the line.
+    """
     with files.named(path), path.open("rb") as file:
         number = 0
         while line := file.readline(_LARGEST_LINE + 1):
@@ -112,7 +125,11 @@ def _json(line: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object of JSON; raises ValueError if it has a name twice."""
+    """Returns a JSON object from pairs of a name and a value.
+
+    Raises:
+      ValueError: If a name occurs twice.
+    """
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -154,14 +171,18 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Returns a value without nulls, which a table has in place of missing fields."""
+    """Returns a value without nulls, which tables contain for missing fields."""
     if isinstance(value, dict):
         return {k: _without_nulls(x) for k, x in value.items() if x is not None}
     return [_without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
 def _format(row: Any) -> str:
-    """Returns the name of a record's format."""
+    """Returns the name of a record's format.
+
+    Raises:
+      ValueError: If the fields do not identify one format, or are not supported.
+    """
     if not isinstance(row, dict):
         raise ValueError(f"a record must be an object, got {row!r:.60}")
     if refused := row.keys() & _REFUSED.keys():
@@ -183,7 +204,17 @@ def _format(row: Any) -> str:
 def _conversation(
     row: dict, location: str, messages: Any, *, prompts: int = 0
 ) -> Conversation:
-    """Returns a conversation; the first `prompts` messages are not learned."""
+    """Returns a record's conversation; the first `prompts` messages are not learned.
+
+    Args:
+      row: The fields of the record.
+      location: The file and line of the record.
+      messages: The messages, not checked yet.
+      prompts: The number of messages in the prompt.
+
+    Raises:
+      ValueError: If a message is invalid, or no answer is learned.
+    """
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'"messages" must be a list of some, got {messages!r:.60}')
     parts = [_message(message, number) for number, message in enumerate(messages)]
@@ -202,7 +233,11 @@ def _conversation(
 
 
 def _message(message: Any, number: int) -> tuple[str, str, bool]:
-    """Returns the role and the content of a message, and whether it is learned."""
+    """Returns the role and the content of a message, and whether it is learned.
+
+    Raises:
+      ValueError: If the message, with index `number`, is invalid.
+    """
     if not isinstance(message, dict):
         raise ValueError(f"message {number} must be an object, got {message!r:.60}")
     for name in _REFUSED_OF_MESSAGES:

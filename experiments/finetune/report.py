@@ -1,4 +1,4 @@
-"""Reports of a fine-tuning: summary.json, answers.jsonl, tables and a plot."""
+"""Reports of a fine-tuning: summary.json, answers.jsonl, tables, exact_match.png."""
 
 import dataclasses
 import json
@@ -31,9 +31,9 @@ def summarize(
 
     Args:
       run: A finished run.
-      token: The unit of its tokens: "byte" or "token".
-      by_recipe: The answers of each recipe's model, and under "before" the answers of
-        the model before the training.
+      token: The unit of the run's tokens: "byte" or "token".
+      by_recipe: The answers of each recipe's model, and by the key "before" the answers
+        of the model before the training.
       losses: The validation losses of the same models, with BF16 matmuls.
     """
     lines = [
@@ -69,7 +69,7 @@ def _perplexity(loss: float) -> float:
 
 
 def tables(summary: dict[str, Any]) -> Group:
-    """Returns the summary as tables for a terminal."""
+    """Returns a summary as tables for a terminal."""
     shown = [perplexity_table(summary), training_report.table(summary)]
     if summary["rows"]:
         shown.insert(0, exact_match_table(summary["rows"]))
@@ -101,7 +101,7 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def plot_exact_match(run: FinetuneRun, summary: dict[str, Any]) -> Figure:
-    """Draws exact_match.png in the run's folder.
+    """Draws exact_match.png in the run's folder, and returns the figure.
 
     Lines are the exact match of some questions during the training. Points are the
     exact match of all test questions, with 95% intervals.

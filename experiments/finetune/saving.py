@@ -15,10 +15,17 @@ FOLDER = "models"
 def save_models(
     run: FinetuneRun, recipe: str, model: llama.Llama, origin: Origin | None
 ) -> list[Path]:
-    """Saves a recipe's model as a Hugging Face folder, and in FP8 if the run asks.
+    """Saves a recipe's model as a Hugging Face folder, and a copy in FP8 if set.
 
-    The run's folder gets models/RECIPE, and models/RECIPE-FORMAT in FP8. Earlier
-    folders are replaced. All processes must call this function.
+    The run's folder gets models/RECIPE, and with `settings.save_format`
+    models/RECIPE-FORMAT. Earlier folders are replaced. All processes must call this
+    function.
+
+    Args:
+      run: The run.
+      recipe: The recipe's name.
+      model: The trained model.
+      origin: The folder that the training started from, or None.
 
     Returns:
       The paths of the folders.

@@ -73,23 +73,25 @@ class FinetuneSettings(Settings):
     `data` holds .jsonl or .parquet files of records; empty means generated problems.
 
     Attributes:
-      model: Hugging Face folder to start from; empty means a run or random parameters.
-      base: Folder of the run of `experiments.pretrain` to start from; empty means
-        random parameters.
-      base_recipe: Recipe of the base's run; None without a base.
-      test: Files of records to validate on, with last answers to generate; empty means
-        a twentieth of the data, or a part of the generated problems.
+      model: The Hugging Face folder to start from; empty means a run or random
+        parameters.
+      base: The folder of the run of `experiments.pretrain` to start from; empty means
+        no run.
+      base_recipe: The recipe of the base's run; None without a base.
+      test: The files of records to validate on, with last answers to generate; empty
+        means a twentieth of the data, or a part of the generated problems.
       loss: The tokens that the loss counts: "answers" or "all".
-      long: What is done with records longer than a sequence: "cut", "skip" or "refuse".
-      lora: Rank of adapters over frozen weights; None trains every parameter.
-      lora_alpha: Factor of the adapters, times the rank; None means twice the rank.
+      long: The treatment of records longer than a sequence: "cut", "skip" or "refuse".
+      lora: The rank of adapters over frozen weights; None trains every parameter.
+      lora_alpha: The factor of the adapters, times the rank; None means twice the rank.
       checker: The checker of generated answers; see `experiments.finetune.checkers`.
-      save_format: FP8 format of a second folder; "none" means no such folder.
-      largest: Largest number in the questions of generated problems.
-      problems: Number of generated problems to train on.
-      families: Families of generated problems.
-      eval_questions: Number of test questions that validations ask, the first ones.
-      test_questions: Largest number of test questions that are asked at the end.
+      save_format: The FP8 format of a second saved folder; "none" means no second
+        folder.
+      largest: The largest number in the questions of generated problems.
+      problems: The number of generated problems to train on.
+      families: The families of generated problems.
+      eval_questions: The number of test questions that validations ask, the first ones.
+      test_questions: The largest number of test questions that are asked at the end.
     """
 
     model: str = ""
@@ -168,12 +170,12 @@ class FinetuneSettings(Settings):
 
     @classmethod
     def presets(cls) -> tuple[str, ...]:
-        """Returns the names of presets, and the name that stands for a folder."""
+        """Returns the names of presets, including the name for folders."""
         return (*PRESETS, FOLDER_PRESET)
 
 
 class FinetuneRun(Run):
-    """The folder of a fine-tuning run."""
+    """The run folder of a fine-tuning, with `FinetuneSettings`."""
 
     kind = FinetuneSettings
 
@@ -181,11 +183,11 @@ class FinetuneRun(Run):
 def settings(overrides: dict[str, Any]) -> FinetuneSettings:
     """Returns the defaults, overridden by the given settings.
 
-    A base or a folder decides the model's shape and its tokenizer.
+    A base or a folder determines the model's shape and its tokenizer.
 
     Raises:
-      ValueError: If the base has another preset than the given one, or has no recipe of
-        the given name, or a setting is invalid.
+      ValueError: If the given preset is not the base's, the base lacks the given
+        recipe, or a setting is invalid.
     """
     overrides = dict(overrides)
     load_checker(overrides.get("checker", "exact"))
@@ -206,7 +208,7 @@ def settings(overrides: dict[str, Any]) -> FinetuneSettings:
 
 
 def _of_folder(overrides: dict[str, Any]) -> FinetuneSettings:
-    """Returns the settings of a training that starts from a folder."""
+    """Returns the settings of a training from a Hugging Face folder."""
     if "base_recipe" in overrides:
         raise ValueError("--base-recipe needs a --base")
     values = _DEFAULTS | _OF_FOLDER

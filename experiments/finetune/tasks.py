@@ -1,18 +1,18 @@
 """Generated arithmetic and word problems, with disjoint parts for training and tests.
 
-Four families stand for the benchmarks of the paper's table 4:
+Four families of problems imitate the benchmarks of the paper's table 4:
 
 | family      | benchmark   | a question asks for                                      |
 |-------------|-------------|----------------------------------------------------------|
 | expressions | Mathematics | the value of an expression                               |
-| stories     | SVAMP       | one step of arithmetic, told with an irrelevant number   |
+| stories     | SVAMP       | one step of arithmetic, with an irrelevant number        |
 | reading     | NumGLUE     | a missing number, the larger of two, a sum from a list   |
 | steps       | GSM8k       | two or three steps, which the answer shows before "####" |
 
-A problem's key holds its kind and numbers, in sorted order where they may change
-places, and neither names nor words. A hash of the key decides whether the problem is
-for training or for tests. No training, whatever its seed and size, therefore has a test
-problem's numbers in the same kind of problem.
+A problem's key holds its kind and its numbers, but no names or words. Numbers that can
+be swapped are sorted. A hash of the key decides whether the problem is for training or
+for tests. Therefore no training problem has the kind and the numbers of a test problem,
+for any seed and size.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Problem:
     Attributes:
       family: The name of the problem's family.
       question: The question.
-      answer: The answer. The result follows "####" if steps come before it.
+      answer: The answer. If it shows steps, the result follows them after "####".
     """
 
     family: str
@@ -55,7 +55,7 @@ class _Draw:
     def number(self, least: int = 1, most: int | None = None) -> int:
         """Returns a random integer from `least` to `most`, by default `self.largest`.
 
-        If `most` is below `least`, it returns `least`.
+        If `most` is below `least`, the result is `least`.
         """
         most = self.largest if most is None else most
         return int(self._rng.integers(least, max(most, least) + 1))
@@ -185,7 +185,7 @@ def problems(
       count: The number of problems.
       families: The names of the families.
       largest: The largest number in a question, at least 4. Results may be larger.
-      seed: The seed of the choice.
+      seed: The seed of the random choice.
 
     Raises:
       ValueError: If an argument is invalid, or there are fewer than `count` problems.
@@ -215,7 +215,7 @@ def problems(
 
 
 def part_of(family: str, key: Key) -> Part:
-    """Returns the part to which all problems of a family with this key belong."""
+    """Returns the part of all problems of a family that have the key `key`."""
     digest = hashlib.blake2b(repr((family, *key)).encode(), digest_size=8).digest()
     return "test" if int.from_bytes(digest) < _TEST_SHARE * 2**64 else "train"
 
@@ -223,7 +223,10 @@ def part_of(family: str, key: Key) -> Part:
 def _new(
     split: Part, family: str, draw: _Draw, earlier: dict[str, Problem]
 ) -> Problem | None:
-    """Returns a problem of `split` that `earlier` lacks, or None after many draws."""
+    """Returns a new problem of the part `split`, or None after many draws.
+
+    The problem's question is not in `earlier`.
+    """
     for _ in range(_FRUITLESS):
         key, question, answer = FAMILIES[family](draw)
         if part_of(family, key) == split and question not in earlier:

@@ -1,4 +1,4 @@
-"""The training step of fine-tuning: the loss on answers, a base model, and adapters."""
+"""Trainers of fine-tuning: they start from a base and train all weights or adapters."""
 
 import dataclasses
 import math
@@ -40,16 +40,16 @@ _PLAIN: dict[str, Any] = {
 class AnswerTrainer(Trainer):
     """A trainer on packed conversations, `PackedWindows`, that starts from a base.
 
-    All recipes round BF16 parameters as `settings.rounding` says. `optax.adamw` by
-    itself would round to nearest.
+    All recipes round BF16 parameters according to `settings.rounding`. `optax.adamw`
+    alone would round to nearest.
 
     Args:
-      config: Config of the model, with its recipe.
-      settings: Settings of the training.
-      steps: Length of the training, which sets the learning rate schedule.
+      config: The config of the model, with its recipe.
+      settings: The settings of the training.
+      steps: The length of the training, which sets the learning rate schedule.
       base: A function that returns the model to start from; None means random
         parameters.
-      mesh: The mesh that the training is spread over; None means the first device.
+      mesh: The mesh that the training is sharded over; None means the first device.
       optimizer: The optimizer; None means the recipe's.
     """
 
@@ -67,7 +67,10 @@ class AnswerTrainer(Trainer):
         self._base = base
 
     def init(self, seed: int | None = None) -> TrainState:
-        """Returns the state before the first step, with the base's parameters."""
+        """Returns the state before the first step, with the base's parameters if any.
+
+        `seed` is the seed of the state; None means the settings' seed.
+        """
         if self._base is None:
             return super().init(seed)
         params = nnx.state(self._base(self.mesh, self.config.param_dtype), nnx.Param)
@@ -83,7 +86,7 @@ class AnswerTrainer(Trainer):
         return jax.jit(started, donate_argnums=0, out_shardings=placed)(params)
 
     def model(self, state: TrainState) -> llama.Llama:
-        """Returns the model that generates answers, without any recipe's FP8.
+        """Returns the model that generates answers, with the recipe "bf16".
 
         Models of all recipes then have one structure, so generation compiles once.
         """
@@ -98,12 +101,15 @@ class AnswerTrainer(Trainer):
 
     @property
     def abstract_batch(self) -> jax.ShapeDtypeStruct:
-        """The shape, dtype and placement of tokens, segments and answers."""
+        """The abstract batch [rows, 3, length + 1]: tokens, segments and answers."""
         rows = super().abstract_batch
         return rows.update(shape=(rows.shape[0], 3, rows.shape[1]))
 
     def inputs(self, batch: Int32[Array, "batch 3 length+1"]) -> dict[str, Array]:
-        """Returns the arguments of losses, which count the answers' tokens alone."""
+        """Returns the keyword arguments of losses for a batch.
+
+        The weights are 1 for tokens that the loss counts, else 0.
+        """
         tokens, segment_ids, answers = batch[:, 0], batch[:, 1], batch[:, 2]
         return {
             "tokens": tokens[:, :-1],
@@ -115,12 +121,12 @@ class AnswerTrainer(Trainer):
     def shares(
         self, batch: Int32[Array, "count batch 3 length+1"], count: int
     ) -> Float32[Array, " count"]:
-        """Returns each microbatch's share of the answers' tokens in the batch."""
+        """Returns the fractions of the batch's counted tokens in each microbatch."""
         answers = batch[:, :, 2, 1:].sum(axis=(1, 2)).astype(jnp.float32)
         return answers / jnp.maximum(answers.sum(), 1)
 
     def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
-        """Returns the mean loss of all answers' tokens in nats."""
+        """Returns the mean loss of the tokens that count in all batches, in nats."""
         where = state.params, self.others(state)
         losses, counts = [], []
         for batch in batches:
@@ -140,7 +146,7 @@ class AnswerTrainer(Trainer):
     def updated(
         self, state: TrainState, grads: nnx.State, histories: nnx.State
     ) -> TrainState:
-        """Returns the state after an update, rounded as the settings say."""
+        """Returns the state after an update, rounded as `settings.rounding` says."""
         if self._optimizer.fused or self._settings.rounding == "nearest":
             return super().updated(state, grads, histories)
         updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
@@ -161,12 +167,12 @@ class AdapterTrainer(AnswerTrainer):
     """A trainer of LoRA adapters over a frozen base, which is FP8 in FP8 recipes.
 
     Args:
-      config: Config of the model, with its recipe and the dtype of frozen weights.
-      settings: Settings of the training, with the rank and the factor of adapters.
-      steps: Length of the training, which sets the learning rate schedule.
+      config: The config of the model, with its recipe and the dtype of frozen weights.
+      settings: The settings of the training, with the rank and the factor of adapters.
+      steps: The length of the training, which sets the learning rate schedule.
       base: A function that returns the model to adapt.
-      mesh: The mesh that the training is spread over; None means the first device. Only
-        its axis "data" may have more than one device.
+      mesh: The mesh that the training is sharded over; None means the first device.
+        Only its axis "data" may have more than one device.
 
     Raises:
       ValueError: If another axis of the mesh has more than one device, or the recipe
@@ -216,7 +222,10 @@ class AdapterTrainer(AnswerTrainer):
 
     @cached_property
     def constants(self) -> nnx.State:
-        """The frozen weights, quantized in the host's memory."""
+        """The frozen weights, which FP8 recipes store in FP8, on all devices.
+
+        They are loaded and quantized in the host's memory, then copied to the devices.
+        """
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             model = self._adapted(
                 self._frozen_base(None, self._frozen_dtype), nnx.Rngs(0)
@@ -230,11 +239,11 @@ class AdapterTrainer(AnswerTrainer):
 
     @property
     def flops_per_token(self) -> int:
-        """The FLOPs of a token, without gradients of frozen weights."""
+        """The FLOPs of a token, where frozen weights have no gradients."""
         return super().flops_per_token * 2 // 3
 
     def exported(self, state: TrainState) -> llama.Llama:
-        """Returns a model with the adapters merged into the weights, on the host."""
+        """Returns a model with the adapters merged into the weights, on the CPU."""
         host = jax.local_devices(backend="cpu")[0]
         with jax.default_device(host):
             arrays = jax.device_put((state.params, self.constants), host)

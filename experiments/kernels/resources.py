@@ -4,8 +4,7 @@
 `kernel_resources.json`, which a test compares with new compilations. The command runs
 on any machine with the packages that `experiments.common.sm90` names. With names of
 families of kernels, it compiles and prints only these families. With `--hardest`, it
-compiles only one case of each kernel, the one that is nearest to running out of
-registers.
+compiles only one case of each kernel: the case that uses the most registers.
 """
 
 import argparse
@@ -37,12 +36,11 @@ _E4M3 = jnp.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCase:
-    """A function with one kernel or a few, and abstract arrays to compile it for.
+    """A function with one or several kernels, and abstract arrays to compile it for.
 
     Attributes:
       name: The name of the kernel in tables.
-      function: The function, which is called with `arrays` and
-        implementation="mosaic".
+      function: The function, which is called with `arrays` and implementation="mosaic".
       arrays: The arguments of the function; other arguments are bound to it.
       tiles: The tuning of the kernel; None if the kernel has no choice of tiles.
     """
@@ -101,7 +99,7 @@ def _adam() -> Iterator[CompiledCase]:
 def _measured(
     *beginnings: str, shape: tuple[int, int] = (8192, 4096)
 ) -> Iterator[CompiledCase]:
-    """Yields the benchmark's cases with one of `beginnings` as a prefix of the name."""
+    """Yields the benchmark's cases with names that start with one of `beginnings`."""
     for case in kernel_cases.elementwise(shape):
         if case.kernel.startswith(beginnings):
             arrays = jax.eval_shape(case.draw, jax.random.key(0))
@@ -205,7 +203,7 @@ def _tiles(product: Product) -> list[tuning.Tuning]:
 
 
 def _but_for_width(candidates: Sequence[tuning.Tuning]) -> list[tuning.Tuning]:
-    """Returns the candidates that differ in more than `width`.
+    """Returns the candidates without those that differ only in their `width`.
 
     The width only changes the order in which tiles are visited, not the registers.
     """
@@ -247,7 +245,7 @@ def _biased(*arrays, **options):
 
 
 def _parts() -> Iterator[CompiledCase]:
-    """Yields matmuls with an operand in parts, one part gathered from each device."""
+    """Yields matmuls with an operand in parts, as gathered from several devices."""
     one = _array(1, dtype=_F32)
     arrays = _array(8192, 4096, dtype=_E4M3), _array(2, 4096, 2, 1024, dtype=_E4M3)
 
@@ -391,9 +389,9 @@ FAMILIES: dict[str, Callable[[], Iterator[CompiledCase]]] = {
 
 
 def hardest(family: str) -> list[CompiledCase]:
-    """Returns each kernel's case with the most registers in the results file.
+    """Returns the case with the most registers of each kernel in the results file.
 
-    Cases that are not in the file are returned, too.
+    Cases that are missing in the file are returned, too.
     """
     registers = {
         (row["kernel"], row["shape"]): row["registers"]
@@ -415,7 +413,7 @@ def hardest(family: str) -> list[CompiledCase]:
 def rows(
     family: str, cases: Iterable[CompiledCase] | None = None
 ) -> list[dict[str, Any]]:
-    """Compiles cases of a family, all by default, and returns a record for each."""
+    """Compiles `cases` of a family, by default all, and returns a record for each."""
     return [
         {"family": family, **case.names, **dataclasses.asdict(case.resources())}
         for case in (FAMILIES[family]() if cases is None else cases)
@@ -423,7 +421,7 @@ def rows(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the results file, or prints the rows of some families."""
+    """Compiles kernels, and writes the results file or prints the rows of families."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="family", help="print this one")
     parser.add_argument(

@@ -3,10 +3,10 @@
     uv run python -m experiments.kernels.tune
 
 times the settings that `pallas_kernels.ops.matmul.tuning.candidates` lists, and
-cuBLASLt through XLA, on the shapes of Llamas. It writes `tuning.json` in the folder of
-that module. Shapes in this file are not measured again unless `--again` is given, so
-that an interrupted run continues. Several processes compile; one at a time uses the
-GPU.
+cuBLASLt through XLA, on the shapes of Llama models. It writes `tuning.json` in the
+folder of that module. Shapes in this file are not measured again unless `--again` is
+given, so that an interrupted run continues. Several processes compile; one at a time
+uses the GPU.
 """
 
 import argparse
@@ -41,7 +41,7 @@ _XLA_WINS, _XLA_WINS_STACKED = 0.98, 0.97
 
 
 def main() -> None:
-    """Measures the shapes that are missing in the table."""
+    """Measures the shapes that are missing in the table, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     names = tuple(kernel_cases.TUNED)
@@ -81,12 +81,17 @@ def _take_turns(lock: AbstractContextManager) -> None:
 
 
 def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
-    """Returns the shapes [m, n, k] to measure, each with dtypes and XLA's factor.
+    """Returns the shapes (m, n, k) to measure, each with its dtypes and XLA's factor.
 
-    The dtypes are a's and b's; if several matmuls have the same shape, the last one's
-    are taken. XLA wins if it takes less than this factor of the kernel's time. The
-    factor is `_XLA_WINS_STACKED` if a loop may stack the result of at least one of the
-    matmuls, as it may for all matmuls but gradients of activations.
+    The dtypes are the operands' dtypes; if several matmuls have the same shape, the
+    last matmul's count. XLA wins if it takes less than the factor times the kernel's
+    time. The factor is `_XLA_WINS_STACKED` if a loop may stack the result of at least
+    one of the matmuls. That is the case for all matmuls except gradients of activations
+    (dx).
+
+    Args:
+      args: The arguments of the command line.
+      kernel: The kernel's name in `PRODUCTS`.
     """
     other = (kernel_cases.E4M3, kernel_cases.E4M3), _XLA_WINS_STACKED
     if args.shapes:
@@ -103,14 +108,21 @@ def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
 
 
 def key(kernel: str, shape: tuple[int, ...]) -> str:
-    """Returns the key of a matmul [m, n, k] in the kernels' table of settings."""
+    """Returns the key of a matmul of shape (m, n, k) in the kernels' tuning table."""
     return tuning.key(PRODUCTS[kernel], *shape)
 
 
 def fastest(
     kernel: str, shape: tuple[int, ...], dtypes: tuple[Any, Any], xla_wins: float
 ) -> dict:
-    """Returns a matmul's `entry`, from times of all possible tiles and of XLA."""
+    """Times all possible tiles of a matmul and XLA, and returns the matmul's `entry`.
+
+    Args:
+      kernel: The kernel's name in `PRODUCTS`.
+      shape: The sizes m, n and k.
+      dtypes: The operands' dtypes.
+      xla_wins: The factor of `entry`.
+    """
     product = PRODUCTS[kernel]
     draw = functools.partial(kernel_cases.draws, kernel, shape, dtypes)
     m, n, _ = shape
@@ -142,7 +154,7 @@ def _hot_times(works: dict, draws: list) -> dict[tuning.Tuning | None, float]:
       draws: The arguments of the programs.
 
     Returns:
-      The seconds of a call in the long runs.
+      The seconds of a call in the long runs, by candidate.
     """
     calls = list(works.values())
     times = timing.seconds(calls, draws, rounds=5, round_s=_SHORT_S)
@@ -159,8 +171,10 @@ def entry(
 ) -> dict[str, Any]:
     """Returns a matmul's entry in the table: the fastest tiles, and whether XLA wins.
 
-    `times` has the time of XLA at the key None. XLA wins if it takes less than
-    `xla_wins` times the time of the fastest tiles.
+    Args:
+      times: The time of each candidate. Keys are tiles, and None for XLA.
+      xla_wins: XLA wins if it takes less than this factor times the fastest tiles'
+        time.
     """
     ours = {tiles: time for tiles, time in times.items() if tiles}
     best = min(ours, key=ours.__getitem__)

@@ -1,14 +1,15 @@
-"""Measures how far low-bit Adam moments drift from float32 ones over many steps.
+"""Measures how far Adam with low-bit moments drifts from Adam with float32 moments.
 
     uv run python -m experiments.optimizer.drift
 
 The command feeds several sequences of gradients, called stories (stationary, falling,
 spiking, rare, frozen, ...), to Adam with float32 moments and to Adam with moments
-stored in other formats, with several b2. It measures how far the updates of each method
-are from the updates with float32 moments. A moving average with b2 = 0.999 moves by
-0.1% per step. This is less than half the distance between two 8-bit codes, so an
-average that is rounded to nearest does not move. Results are written after every b2 and
-length. Run the command again after an interruption: only missing cases run.
+stored in other formats, for several values of b2. It measures how far the updates of
+each method are from the updates with float32 moments. A moving average with b2 = 0.999
+moves by about 0.1% per step. This is less than half the distance between two 8-bit
+codes, so an average that is rounded to nearest does not move. Results are written after
+every b2 and length. Run the command again after an interruption: only missing cases
+run.
 """
 
 import argparse
@@ -45,7 +46,7 @@ _DRAWN = ("b2", "steps", "step", "method", "story", "ratio")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     args = parser().parse_args(argv)
     try:
         if not args.out.parent.is_dir():
@@ -108,8 +109,14 @@ def study(
 ) -> tuple[list[Row], list[Row]]:
     """Simulates the runs of a command line that have no rows yet.
 
+    Args:
+      args: The arguments of the command line.
+      rows: Rows of earlier runs.
+      curves: Curves of earlier runs.
+      out: The results file to write after each run, or None.
+
     Returns:
-      The rows, one for each length, b2, method and sequence of gradients; and the
+      All rows, one for each length, b2, method and sequence of gradients; and the
       curves of the run that `drift_report.figure` draws, one row for each measurement,
       method and sequence.
     """
@@ -136,8 +143,8 @@ class Carry(NamedTuple):
     """The state of a simulated run.
 
     Attributes:
-      mu: Exact first moments.
-      nu: Exact second moments.
+      mu: The exact first moments.
+      nu: The exact second moments.
       states: The state of each method, by name.
       last: The last step in which each element had a gradient other than zero.
     """
@@ -159,7 +166,9 @@ class Simulation:
     groups: int
 
     def looks(self, b2: float, steps: int, bar: tqdm) -> Iterable[Row]:
-        """Runs `steps` steps and measures at even intervals.
+        """Runs `steps` steps of Adam with decay rate `b2`, measured at even intervals.
+
+        `bar` is the progress bar to advance.
 
         Yields:
           One row for each measurement, method and sequence.
@@ -183,7 +192,7 @@ class Simulation:
         return Carry(zeros, zeros, states, jnp.full(shape, -(2**30)))
 
     def _gradients(self, time: Time) -> Groups:
-        """Draws a step's gradients; each element has its own lognormal scale."""
+        """Draws a step's gradients; each element has a lognormal scale."""
         shape = self.groups, GROUP
         sizes = jnp.exp(jax.random.normal(jax.random.key(9), shape))
         blocks = jax.random.normal(time.key, (len(STORIES), *shape)) * sizes
@@ -228,8 +237,8 @@ class Simulation:
     def _counted(self, last: Array, b2, time: Time) -> Bool[Array, "groups 128"]:
         """Returns a mask of elements with a gradient in the last 1 / (1 - b2) steps.
 
-        Elements that were frozen for longer than 1 / (1 - b2) steps count again only
-        1 / (1 - b2) steps after the end of the freeze.
+        After a freeze of more than 1 / (1 - b2) steps, frozen elements count again only
+        1 / (1 - b2) steps after its end.
         """
         memory = 1 / (1 - b2)
         counted = time.step - last <= memory
@@ -255,15 +264,25 @@ def _errors(
     read_nu: Float32[Array, "stories n"],
     counted: Bool[Array, "stories n"],
 ) -> dict[str, Float32[Array, " stories"]]:
-    """Returns errors of updates, over the elements that `counted` marks.
+    """Returns the errors of updates for each sequence, over the elements in `counted`.
 
-    An update is u = mu / (sqrt(nu) + eps). `ratio`, `rms`, `largest`, `least` and
-    `off_by_2_percent` are statistics of the exact denominator sqrt(nu) + eps over the
-    one read back: the mean, the root mean square of ratio - 1, the maximum, the
-    minimum, and the percentage of ratios above 2 or below 1/2. `update_ratio` is
-    mean(u_read * u) / mean(u^2), the slope of the updates over the exact ones.
-    `update_rms` is sqrt(mean((u_read - u)^2) / mean(u^2)). `counted_percent` is the
-    percentage of elements that count.
+    An update is u = mu / (sqrt(nu) + eps). A ratio is the exact denominator sqrt(nu) +
+    eps over the denominator from `read_nu`. The keys are:
+
+    - `ratio`, `largest`, `least`: the mean, maximum and minimum of the ratios.
+    - `rms`: the root mean square of ratio - 1.
+    - `off_by_2_percent`: the percentage of ratios above 2 or below 1/2.
+    - `update_ratio`: mean(u_read * u) / mean(u^2), the slope of the updates over the
+      exact updates.
+    - `update_rms`: sqrt(mean((u_read - u)^2) / mean(u^2)).
+    - `counted_percent`: the percentage of elements that are counted.
+
+    Args:
+      mu: The exact first moments.
+      nu: The exact second moments.
+      read_mu: The first moments that the method reads.
+      read_nu: The second moments that the method reads.
+      counted: The mask of elements.
     """
     below, read_below = jnp.sqrt(nu) + EPS, jnp.sqrt(read_nu) + EPS
     ratio = below / read_below
@@ -288,12 +307,15 @@ def _errors(
 
 
 def _number(x: Array) -> float | None:
-    """Returns a float; None if `x` is not finite, because no element counted."""
+    """Returns `x` as a float, or None if it is not finite: then no element counts."""
     return float(x) if np.isfinite(x) else None
 
 
 def means(looks: Sequence[Row]) -> list[Row]:
-    """Reduces the last fifth of measurements to one row per method and sequence."""
+    """Returns a row for each method and sequence: its last fifth of measurements.
+
+    Numbers are means over these measurements, or their largest or least.
+    """
     last = sorted({row["step"] for row in looks})[-_LOOKS // 5 :]
     selected = (row for row in looks if row["step"] in last)
     return [
@@ -307,7 +329,7 @@ def means(looks: Sequence[Row]) -> list[Row]:
 
 
 def _over(key: str, values: list[Any]) -> Any:
-    """Reduces a key's values over measurements to their mean, largest or least."""
+    """Returns the mean, largest or least of a key's values over measurements."""
     if isinstance(values[0], str) or key in ("b2", "steps"):
         return values[0]
     values = [value for value in values if value is not None]
@@ -316,7 +338,7 @@ def _over(key: str, values: list[Any]) -> Any:
 
 
 def check(rows: Sequence[Row]) -> list[Bar]:
-    """Returns the targets of `coat`'s 8-bit moments, for the worst sequence."""
+    """Returns the targets of the method `OURS`, for its worst sequence of gradients."""
     ours = [r for r in rows if r["method"] == OURS and r["ratio"] is not None]
     usual = [r for r in ours if r["b2"] <= 0.999 and r["steps"] == 10_000]
     long = [r for r in ours if r["b2"] == 0.9999 and r["steps"] == 100_000]

@@ -22,8 +22,8 @@ class Time(NamedTuple):
 
     Attributes:
       step: The step's number, counted from 0.
-      steps: Number of steps of the run.
-      key: The step's own random key.
+      steps: The number of steps of the run.
+      key: The random key of this step.
     """
 
     step: Array
@@ -48,7 +48,7 @@ class Story:
       name: The name in tables and results.
       factor: A function of a step's `Time` and the number of groups that returns the
         factor of the random gradients, broadcast to [groups, 128].
-      kind: Distribution of the random gradients: "normal"; "heavy", Student's t
+      kind: The distribution of the random gradients: "normal"; "heavy", Student's t
         distribution with three degrees of freedom; or "positive", absolute values of
         normal numbers.
       frozen: The elements of each group that `factor` freezes for a while, or None.
@@ -67,7 +67,10 @@ def _falling(times: float) -> Callable[[Time, int], Array]:
 def _factor_of(
     elements: slice, factor: float, when: Callable[[Time], Array]
 ) -> Callable[[Time, int], Array]:
-    """Returns a `Story.factor`: `factor` for `elements` at some times, otherwise 1."""
+    """Returns a `Story.factor` that is `factor` for some elements at times, else 1.
+
+    `when` is a function that returns whether the factor applies at a `Time`.
+    """
 
     def found(time, groups):
         factors = jnp.ones((groups, GROUP))
@@ -115,7 +118,7 @@ class Method(NamedTuple):
     """Adam with one way to store its moments.
 
     Attributes:
-      init: A function from moments of zero [groups, 128] to the initial state.
+      init: A function from moments of zero, [groups, 128], to the initial state.
       update: A function from gradients, a state and b2 to the state after the step.
       read: A function from a state to the float32 moments mu and nu that it represents.
     """
@@ -126,7 +129,10 @@ class Method(NamedTuple):
 
 
 def _stored(store: Callable, load: Callable) -> Method:
-    """Returns float32 Adam with moments that are stored and read back at every step."""
+    """Returns float32 Adam that stores its moments and reads them at every step.
+
+    `store` is a function from both moments to a state, and `load` is its inverse.
+    """
     return Method(
         init=lambda zeros: store(zeros, zeros),
         update=lambda grads, state, b2: store(*adam(*load(state), grads, B1, b2)),
@@ -147,7 +153,7 @@ def _in_bfloat16() -> Method:
 
 
 def _in_coat(**options: Any) -> Method:
-    """Returns Adam with this library's FP8 moments; on a GPU its kernel runs."""
+    """Returns Adam with this library's FP8 moments; on GPUs it runs in a kernel."""
 
     def update(grads, state, b2):
         return coat.scale_by_fp8_adam(B1, b2, **options).update(grads, state)[1]

@@ -1,4 +1,4 @@
-"""Reports of `drift`: a table for a terminal or a notebook, and a figure."""
+"""Reports of `drift`: a table and a figure, for a terminal or a notebook."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,8 @@ _COLORS = ("#8d99ae", "#edae49", "#b5651d", "#3a86ff", "#8338ec", "#d1495b", "#2
 def table(rows: Sequence[Row], *, b2: float, steps: int) -> Table:
     """Returns a table of ratios of updates to exact updates, by sequence and method.
 
-    Rows are sequences of gradients. A cell holds the mean and the largest ratio.
+    A line of the table is a sequence of gradients. A cell has the mean and the largest
+    ratio, in runs of `steps` steps with `b2`.
     """
     shown = [row for row in rows if (row["b2"], row["steps"]) == (b2, steps)]
     title = f"Updates over exact ones, b2 = {b2:g}, {steps:,} steps: mean and largest"
@@ -44,20 +45,20 @@ def _short(value: float) -> str:
 
 
 def drawn(runs: Sequence[tuple[float, int]]) -> tuple[float, int]:
-    """Returns the b2 and length of the run that `figure` draws.
+    """Returns b2 and the length of the run that `figure` draws, one of `runs`.
 
-    Runs of at most 10,000 steps are preferred to longer ones, then runs with
-    b2 = 0.999 to others, and then the longest run.
+    The choice prefers runs of at most 10,000 steps to longer runs, then runs with b2 =
+    0.999 to other runs, and then the longest run.
     """
     usual = [run for run in runs if run[1] <= 10_000] or list(runs)
     return max(usual, key=lambda run: (run[0] == 0.999, run[1]))
 
 
 def figure(curves: Sequence[Row]) -> Figure:
-    """Draws the mean ratio of updates to exact ones over a run.
+    """Draws the mean ratio of updates to exact updates over a run.
 
-    There is a panel for each sequence of gradients. A ratio of 1 is Adam with float32
-    moments. The shaded band is the target, 5% around 1.
+    There is a panel for each sequence of gradients. Adam with float32 moments has the
+    ratio 1. The shaded band is the target, 5% around 1.
     """
     columns = 4
     drawing = Figure(figsize=(13, 8.5), layout="constrained", dpi=150)

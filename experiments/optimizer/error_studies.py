@@ -1,8 +1,8 @@
 """Studies of the error of storing Adam's moments, as flat rows of results files.
 
-Errors are mean squared errors of m / sqrt(v). They are scaled such that COAT's scheme,
-E4M3 with range expansion for both moments, has the paper's error of 12.31, because the
-paper's own unit is arbitrary.
+Errors are mean squared errors of m / sqrt(v), in a unit that makes the error of COAT's
+scheme the paper's 12.31, because the paper's unit is arbitrary. COAT's scheme is E4M3
+with range expansion for both moments.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ Trajectories = dict[tuple[float, str], Trajectory]
 
 
 def spread_rows(capture: Capture) -> list[Row]:
-    """Returns a row for each captured step, with figure 2 of the paper in numbers.
+    """Returns a row for each captured step, with the numbers of the paper's figure 2.
 
     The numbers are the medians over groups of the dynamic range in octaves, and of the
     exponent k of range expansion, for each moment.
@@ -114,7 +114,7 @@ def spread_rows(capture: Capture) -> list[Row]:
 
 
 def pair_rows(capture: Capture) -> list[Row]:
-    """Returns a row with the error for each captured step and pair of codes."""
+    """Returns a row with the error for each captured step and each pair of codes."""
     rows = []
     for moments in capture.moments:
         errors = _pair_errors(moments)
@@ -161,8 +161,8 @@ def scheme_rows(capture: Capture) -> list[Row]:
 def octaves(x: Float[np.ndarray, "groups 128"]) -> Float[np.ndarray, " n"]:
     """Computes log2(amax / amin) of each group.
 
-    amin is the smallest magnitude above zero. Groups with fewer than two elements other
-    than zero have no range and are left out.
+    amin is the smallest magnitude above zero. Groups with fewer than two nonzero
+    elements have no range, and the result lacks them.
     """
     x = np.abs(np.asarray(x, np.float64))
     x = x[np.count_nonzero(x, axis=1) > 1]
@@ -177,7 +177,10 @@ def range_powers(x: Float[np.ndarray, "groups 128"]) -> Float[np.ndarray, " n"]:
 
 
 def replays(capture: Capture) -> Trajectories:
-    """Replays the captured gradients with each scheme of `REPLAYED` and each b2."""
+    """Returns the errors of Adam with each scheme of `REPLAYED` and each b2.
+
+    Each of them runs on the captured gradients.
+    """
     return {
         (b2, scheme.name): jax.device_get(
             replay(
@@ -196,7 +199,7 @@ def replays(capture: Capture) -> Trajectories:
 
 
 def replay_rows(trajectories: Trajectories) -> list[Row]:
-    """Returns rows of the replays after some steps, including the last step."""
+    """Returns rows with the errors of replays after some steps and the last step."""
     steps = len(next(iter(trajectories.values())).update_error)
     shown = sorted({step for step in _REPORTED_STEPS if step < steps} | {steps})
     return [

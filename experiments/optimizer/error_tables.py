@@ -28,7 +28,7 @@ def spread(rows: list[Row]) -> Table:
 def pairs(
     rows: list[Row], paper: dict[str, tuple[float, ...]], *, with_lost: bool
 ) -> Table:
-    """Returns table 1 or 8: means over captured steps, and the paper's in brackets.
+    """Returns table 1 or 8: mean errors over captured steps, and the paper's below.
 
     Args:
       rows: Rows of `error_studies.pair_rows`, possibly among others.
@@ -52,7 +52,11 @@ def pairs(
 
 
 def schemes(rows: list[Row]) -> Table:
-    """Returns a table of schemes: bytes per parameter, and errors by captured step."""
+    """Returns a table of schemes: bytes per parameter, and errors by captured step.
+
+    The last column is the largest share of elements with a stored second moment of
+    zero.
+    """
     rows = _of(rows, "schemes")
     steps = list(dict.fromkeys(row["step"] for row in rows))
     names = dict.fromkeys(row["scheme"] for row in rows)
@@ -72,7 +76,7 @@ def schemes(rows: list[Row]) -> Table:
 
 
 def replays(rows: list[Row]) -> Table:
-    """Returns a table of the replays.
+    """Returns a table of the errors of replays, by b2 and scheme.
 
     Squared errors of the update and of the sum of updates are in thousandths of the
     mean square of the exact numbers. The last column is the median of v / exact v.

@@ -2,7 +2,7 @@
 
 Arrays here are groups, [groups, 128]: 128 neighbours on a parameter's last axis, as
 `coat.fp8_adamw` groups them. A short last group is padded with zeros. No study counts
-elements with a second moment of zero, which excludes the padding.
+elements with a second moment of zero, so padding is not counted.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ class MomentSamples:
     """Adam's state after a step, for a sample of groups.
 
     Attributes:
-      step: Number of steps done.
-      loss: Training loss of the last of these steps, in nats per token.
-      mu: First moments.
-      nu: Second moments.
+      step: The number of steps done.
+      loss: The training loss of the last of these steps, in nats per token.
+      mu: The first moments.
+      nu: The second moments.
     """
 
     step: int
@@ -36,7 +36,7 @@ class MomentSamples:
     nu: Float32[np.ndarray, "groups 128"]
 
     def sample(self, groups: int) -> "MomentSamples":
-        """Returns a random sample of `groups` groups, or all if there are fewer."""
+        """Returns a random sample of at most `groups` groups."""
         chosen = _choose(len(self.mu), groups)
         return dataclasses.replace(self, mu=self.mu[chosen], nu=self.nu[chosen])
 
@@ -48,10 +48,11 @@ class Capture:
     Attributes:
       moments: Adam's state after each captured step.
       start: Adam's state before `gradients`, for the same groups.
-      gradients: Gradients of consecutive steps, as the optimizer saw them: clipped.
-      b1: Decay rate of the first moment.
-      parameters: Number of parameters from which the groups were drawn. These are the
-        parameters with moments that `coat.fp8_adamw` quantizes.
+      gradients: The gradients of consecutive steps after clipping, as the optimizer
+        reads them.
+      b1: The decay rate of the first moment.
+      parameters: The number of parameters from which the groups were drawn. These are
+        the parameters with moments that `coat.fp8_adamw` quantizes.
     """
 
     moments: tuple[MomentSamples, ...]
@@ -62,12 +63,13 @@ class Capture:
 
 
 class Sampler:
-    """A function that reads the same random groups from any tree like the parameters.
+    """A function that returns the same random groups of trees like the parameters.
 
-    The groups are of parameters with moments that `coat.fp8_adamw` quantizes.
+    Its argument can be any tree with the parameters' shapes. The groups belong to
+    parameters with moments that `coat.fp8_adamw` quantizes.
 
     Attributes:
-      parameters: Number of parameters from which the groups are drawn.
+      parameters: The number of parameters from which the groups are drawn.
     """
 
     def __init__(self, params: Any, groups: int) -> None:
@@ -106,13 +108,13 @@ def _is_quantized(leaf: Any) -> bool:
 
 
 def _groups(x: Float32[Array, "..."]) -> Float32[Array, "groups 128"]:
-    """Splits the last axis into groups of 128, padded with zeros."""
+    """Returns the last axis split into groups of 128, padded with zeros."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % GROUP)]
     return jnp.pad(x, padding).reshape(-1, GROUP)
 
 
 def _choose(count: int, size: int) -> np.ndarray:
-    """Draws `size` of `count` indices, ascending, or all if there are fewer."""
+    """Draws at most `size` of the indices below `count`, in ascending order."""
     if size >= count:
         return np.arange(count)
     return np.sort(np.random.default_rng(0).choice(count, size, replace=False))

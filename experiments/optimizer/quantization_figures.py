@@ -24,12 +24,12 @@ _FULL = np.log2(coat.E4M3.dynamic_range)
 
 
 def ranges(moments: MomentSamples) -> Figure:
-    """Draws figures 9 and 2: magnitudes and dynamic ranges of groups.
+    """Draws the paper's figures 9 and 2: magnitudes and dynamic ranges of groups.
 
     The left panels show all magnitudes relative to their group's amax, before and after
-    range expansion. E4M3 has three mantissa bits in the darker shade and fewer in the
-    lighter shade. The right panels show the dynamic range of every group; the dotted
-    line is the dynamic range of E4M3.
+    range expansion. The darker shade marks E4M3's normal numbers, with three mantissa
+    bits, and the lighter shade its subnormal numbers, with fewer. The right panels show
+    the dynamic range of every group; the dotted line is the dynamic range of E4M3.
     """
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     for (left, right), name in zip(figure.subplots(2, 2), _TITLES, strict=True):
@@ -56,7 +56,7 @@ def ranges(moments: MomentSamples) -> Figure:
 
 
 def codes(moments: MomentSamples) -> Figure:
-    """Draws figure 3: the use of each E4M3 magnitude before and after range expansion.
+    """Draws figure 3: the use of each E4M3 magnitude, before and after range expansion.
 
     The third panel shows m / sqrt(v), which `coat.fp8_adamw` stores for the first
     moment.
@@ -129,13 +129,16 @@ def replays(trajectories: studies.Trajectories) -> Figure:
 
 
 def _codes(x: Array, expand: bool | float) -> Float[np.ndarray, "groups 128"]:
-    """Returns the E4M3 codes of |x|, in the order of the magnitudes."""
+    """Returns the E4M3 codes of |x| as integers, in the order of the magnitudes."""
     q = coat.quantize(x, granularity=coat.PerGroup(GROUP), expand=expand)
     return np.asarray(jax.lax.bitcast_convert_type(q.codes, jnp.uint8)) & 0x7F
 
 
 def _histogram(axes: Axes, values, edges: Float[np.ndarray, " n"]) -> None:
-    """Draws histograms before and after expansion; end bins include outliers."""
+    """Draws histograms of two sets of values: before and after range expansion.
+
+    The first and the last bin include values outside the edges.
+    """
     for x, color, label in zip(
         values, (_BEFORE, _AFTER), ("before", "after"), strict=True
     ):
@@ -148,7 +151,7 @@ def _histogram(axes: Axes, values, edges: Float[np.ndarray, " n"]) -> None:
 
 
 def _shade(axes: Axes) -> list[Patch]:
-    """Shades the ranges of E4M3's normal and subnormal magnitudes; returns patches."""
+    """Shades the ranges of E4M3's normal and subnormal numbers; returns patches."""
     spans = ((_NORMAL, 0, "0.88"), (_SMALLEST, _NORMAL, "0.95"))
     style = dict(zorder=0, linewidth=0)
     return [axes.axvspan(low, high, color=c, **style) for low, high, c in spans]

@@ -50,7 +50,7 @@ class Code:
       format: The 8-bit format.
       expand: The `expand` argument of `coat.quantize`, or a rule for each group's k.
       weighted: Whether a rule weighs each error by its effect on the update.
-      stochastic: Whether to round at random to one of the two neighbours, such that the
+      stochastic: Whether to round at random to one of the two neighbours, so that the
         mean is the number itself, instead of to the nearest.
       bfloat16_scale: Whether scales are rounded to bfloat16, as `coat.quantize` does.
     """
@@ -62,12 +62,12 @@ class Code:
     bfloat16_scale: bool = False
 
     def store(self, x: Groups, sensitivity: Groups, key: Array) -> coat.QuantizedArray:
-        """Quantizes groups.
+        """Returns quantized groups.
 
         Args:
           x: The moment's groups.
           sensitivity: The factor between an error of `x` and the update's error.
-          key: Random key of stochastic rounding.
+          key: The random key of stochastic rounding.
         """
         if callable(self.expand):
             weight = sensitivity if self.weighted else jnp.ones_like(x)
@@ -78,7 +78,7 @@ class Code:
         return round_stochastically(x, q, key) if self.stochastic else q
 
     def _library(self, x: Groups) -> coat.QuantizedArray:
-        """Quantizes to nearest with the library.
+        """Returns groups that the library has quantized, rounded to nearest.
 
         Codes with range expansion and float32 scales are quantized as in the library's
         optimizers, and all others by `coat.quantize`.
@@ -95,7 +95,7 @@ class Code:
 
 
 class Stored(NamedTuple):
-    """The two moments as a scheme stores them."""
+    """The two moments as a scheme stores them: quantized, or groups in float32."""
 
     mu: coat.QuantizedArray | Groups
     nu: coat.QuantizedArray | Groups
@@ -107,8 +107,8 @@ class Scheme:
 
     Attributes:
       name: The name in tables.
-      mu: Code of the first moment; None stores it in float32.
-      nu: Code of the second moment; None stores it in float32.
+      mu: The code of the first moment; None stores it in float32.
+      nu: The code of the second moment; None stores it in float32.
       normalized: Whether m / sqrt(v) is stored instead of the first moment m.
     """
 
@@ -118,11 +118,12 @@ class Scheme:
     normalized: bool = False
 
     def store(self, mu: Groups, nu: Groups, key: Array) -> Stored:
-        """Stores both moments.
+        """Returns both moments as stored.
 
-        The sensitivities are the derivatives of the update u = m / sqrt(v):
-        du/dm = 1 / sqrt(v), and |du/dv| = |u| / (2 v). If v is below the smallest
-        normal float32, they are 0.
+        Rules for k weigh errors by sensitivities: the derivatives of the update u = m /
+        sqrt(v), du/dm = 1 / sqrt(v) and |du/dv| = |u| / (2 v). If v is below the
+        smallest normal float32, they are 0. If u itself is stored, its sensitivity is 1
+        in place of du/dm.
         """
         update = exact_update(mu, nu)
         root = lax.rsqrt(jnp.maximum(nu, _TINY))
@@ -146,7 +147,7 @@ class Scheme:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes per parameter of both moments, including their groups' scales and k."""
+        """The bytes per parameter of both moments, with their groups' scales and k."""
         x = jax.ShapeDtypeStruct((1, GROUP), jnp.float32)
         stored = jax.eval_shape(self.store, x, x, jax.random.key(0))
         leaves = jax.tree.leaves(stored)
@@ -154,24 +155,25 @@ class Scheme:
 
 
 def exact_update(mu: Groups, nu: Groups) -> Groups:
-    """Computes m / sqrt(v); 0 where v is below the smallest normal float32."""
+    """Computes m / sqrt(v), or 0 where v is below the smallest normal float32."""
     return jnp.where(nu < _TINY, 0.0, mu * lax.rsqrt(jnp.maximum(nu, _TINY)))
 
 
 def read_update(mu: Groups, nu: Groups) -> Groups:
-    """Computes m / sqrt(v) of the moments read back, and m / EPS where v became 0."""
+    """Computes m / sqrt(v) of moments that were read, or m / EPS where v is 0."""
     return mu / jnp.where(nu == 0, EPS, jnp.sqrt(nu))
 
 
 class UpdateError(NamedTuple):
     """The error of m / sqrt(v), over elements with an exact v other than zero.
 
-    Subnormal numbers count as zero here. An element is lost if its stored v is zero.
+    Subnormal v count as zero here. An element is lost if its stored v is zero.
 
     Attributes:
-      mse: Mean squared error over the elements that are not lost.
-      mse_with_lost: Mean squared error over all these elements, lost ones included.
-      lost: Share of lost elements.
+      mse: The mean squared error over the elements that are not lost.
+      mse_with_lost: The mean squared error over all these elements, including lost
+        ones.
+      lost: The share of lost elements.
     """
 
     mse: Float32[Array, ""]
@@ -180,7 +182,10 @@ class UpdateError(NamedTuple):
 
 
 def update_error(mu: Groups, nu: Groups, read_mu: Groups, read_nu: Groups):
-    """Returns the `UpdateError` of `read_mu` and `read_nu` against `mu` and `nu`."""
+    """Returns the error of the update with `read_mu` and `read_nu`, an `UpdateError`.
+
+    The exact moments are `mu` and `nu`.
+    """
     counted = nu >= _TINY
     lost = counted & (read_nu == 0)
     error = read_update(read_mu, read_nu) - exact_update(mu, nu)
@@ -197,7 +202,7 @@ def update_error(mu: Groups, nu: Groups, read_mu: Groups, read_nu: Groups):
 def read_back(
     scheme: Scheme, mu: Groups, nu: Groups, key: Array
 ) -> tuple[Groups, Groups]:
-    """Returns the moments read back after a scheme stored them once."""
+    """Returns the moments m and v after a scheme has stored and read them once."""
     return scheme.read(scheme.store(mu, nu, key))
 
 
@@ -209,7 +214,7 @@ def quantize_by(
     Args:
       x: The groups.
       steps: Each group's k in sixteenths.
-      format: Format of the codes.
+      format: The format of the codes.
     """
     q = coat.quantize(x, format=format, granularity=coat.PerGroup(GROUP))
     top = q.scale.astype(jnp.float32) * format.max
@@ -224,7 +229,7 @@ def quantize_by(
 def best_power(
     x: Groups, sensitivity: Groups, format: coat.Format
 ) -> UInt8[Array, "groups 1"]:
-    """Returns each group's k in sixteenths, for the least weighted squared error.
+    """Returns each group's k, in sixteenths, with the least weighted squared error.
 
     The error is the sum of (error * sensitivity)^2. All k from 1/16 to 10 are tried.
     """
@@ -246,7 +251,7 @@ class PeakOverRms:
     """The rule k = c / log2(amax / rms), which expands flat groups more.
 
     Attributes:
-      c: Octaves between the group's amax and its root mean square after expansion.
+      c: The octaves between the group's amax and its root mean square after expansion.
     """
 
     c: float
@@ -254,7 +259,7 @@ class PeakOverRms:
     def __call__(
         self, x: Groups, sensitivity: Groups, format: coat.Format
     ) -> UInt8[Array, "groups 1"]:
-        """Returns each group's k in sixteenths, between 1/16 and 6."""
+        """Returns the k of each group in sixteenths, between 1/16 and 6."""
         peak = jnp.max(jnp.abs(x), axis=1, keepdims=True)
         rms = jnp.sqrt(jnp.mean(x * x, axis=1, keepdims=True))
         octaves = jnp.log2(jnp.maximum(peak / jnp.maximum(rms, _TINY), 1.01))
@@ -266,9 +271,9 @@ def round_stochastically(
 ) -> coat.QuantizedArray:
     """Returns `q` with each code rounded at random to one of the neighbours of `x`.
 
-    The probabilities are such that the mean of the numbers read back, not of the
-    expanded numbers, is `x`. The mean is below `x` only if `x` exceeds the group's
-    largest code, which a rounded scale can put 0.4% too low.
+    `q` is `x` quantized to nearest. The probabilities are such that the mean of the
+    dequantized numbers is `x`. The mean is below `x` only if `x` exceeds the group's
+    largest code, because rounding can make a scale 0.4% too small.
     """
     magnitudes, top = _magnitudes(q.format), q.scale.astype(jnp.float32) * q.format.max
     k = q.power if q.exponent is None else expansion.power(q.exponent)
@@ -296,10 +301,10 @@ class Trajectory(NamedTuple):
     """Errors of Adam with stored moments against exact Adam, step by step.
 
     Attributes:
-      update_error: Mean squared error of the update, relative to the mean square of
+      update_error: The mean squared error of the update, relative to the mean square of
         the exact update.
       sum_error: The same ratio for the sum of all updates so far.
-      nu_ratio: Median of v over the exact v, before v is stored.
+      nu_ratio: The median of v over the exact v, before v is stored.
     """
 
     update_error: Float32[Array, " steps"]
@@ -318,10 +323,11 @@ def replay(
     b1: float,
     b2: float,
 ) -> Trajectory:
-    """Feeds gradients to exact Adam and to Adam that stores its moments by a scheme.
+    """Returns the errors of Adam that stores its moments by a scheme, step by step.
 
-    Both optimizers start from `mu` and `nu`. The update is m / sqrt(v), without bias
-    correction and learning rate, which are the same for both.
+    Exact Adam and this Adam read the same gradients, and start from `mu` and `nu`. The
+    update is m / sqrt(v), without bias correction and learning rate, which are the same
+    for both.
     """
 
     def step(carry, inputs):
@@ -350,7 +356,10 @@ def replay(
 def adam(
     mu: Groups, nu: Groups, gradient: Groups, b1: float, b2: Array | float
 ) -> tuple[Groups, Groups]:
-    """Computes mu' = b1 mu + (1 - b1) g and nu' = b2 nu + (1 - b2) g^2."""
+    """Returns the moments after a step of Adam with a gradient g.
+
+    They are b1 mu + (1 - b1) g and b2 nu + (1 - b2) g^2.
+    """
     nu = b2 * nu + (1 - b2) * gradient * gradient
     return b1 * mu + (1 - b1) * gradient, nu
 

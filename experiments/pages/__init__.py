@@ -1,1 +1,1 @@
-"""Renderers of pages with results, such as README.md and docs/pages/paper.md."""
+"""Renders pages with results, such as README.md and docs/pages/paper.md."""

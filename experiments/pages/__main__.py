@@ -1,11 +1,11 @@
 """Renders the pages with results, from the files in experiments/results/.
 
+    uv run python -m experiments.pages
+
 The command renders the results and pictures of README.md and of the docs' home page,
 experiments/README.md, docs/pages/paper.md with all tables and figures of the paper, and
 the tables of docs/pages/release.md, docs/pages/models-hf.md, docs/pages/experts.md and
 docs/pages/ecosystem.md.
-
-uv run python -m experiments.pages
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from experiments.pages.readme import (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     new_parser("experiments.pages", __doc__).parse_args(argv)
     page = PROJECT / "README.md"
     page.write_text(readme(page.read_text()))

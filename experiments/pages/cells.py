@@ -10,7 +10,10 @@ _MOST_COLUMNS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """A number that an experiment of this repository measured; shown in bold."""
+    """A cell with a number that an experiment of this repository measured, in bold.
+
+    `digits` is the number of digits after the decimal point.
+    """
 
     value: float
     digits: int = 2
@@ -21,7 +24,7 @@ class Here:
 
 @dataclasses.dataclass(frozen=True)
 class Printed:
-    """A number of the paper."""
+    """A cell with a number that the paper prints."""
 
     value: float
 
@@ -38,7 +41,7 @@ class NotRun:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A cell with a text, such as "OOM"."""
+    """A cell with a text, for example "OOM"."""
 
     text: str
 
@@ -51,7 +54,7 @@ Cell = Here | Printed | NotRun | Text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
-    """A table of the paper.
+    """A table of the paper, with a title and text.
 
     Attributes:
       title: The title, with the paper's number.
@@ -109,7 +112,7 @@ class Section:
         return "\n".join([*lines, ""])
 
     def _reasons(self) -> list[str]:
-        """Returns why cells were not run, each reason once."""
+        """Returns the distinct reasons of `NotRun` cells."""
         cells = (cell for _, row in self.rows for cell in row)
         return list(dict.fromkeys(c.reason for c in cells if isinstance(c, NotRun)))
 

@@ -42,7 +42,7 @@ _EXCHANGES = {
 
 
 def of_models() -> str:
-    """Returns the table of two models' layers in docs/pages/experts.md."""
+    """Returns the text and the table of two models' layers in docs/pages/experts.md."""
     files = {model: load("moe", f"layers_{name}") for name, model in _MODELS.items()}
     rows = {model: results["rows"][0] for model, results in files.items()}
     (device,) = {results["device"]["name"] for results in files.values()}
@@ -76,7 +76,7 @@ def _fastest_bf16(row: Mapping[str, Any]) -> float:
 
 
 def layers() -> str:
-    """Returns the section on whole layers of experts."""
+    """Returns the section on the time and memory of layers of experts."""
     files = [load("moe", f"layers_{name}") for name in _MODELS]
     rows = [row for results in files for row in results["rows"]]
     columns = (
@@ -121,7 +121,7 @@ def training() -> str:
 
 
 def parallel() -> str:
-    """Returns the section on experts that are split over two GPUs."""
+    """Returns the section on experts that are sharded over two GPUs."""
     files = {title: load("moe", name) for title, name in _EXCHANGES.items()}
     rows = [
         {"exchange": title} | row
@@ -151,7 +151,7 @@ def parallel() -> str:
 
 
 def _whole_model() -> str:
-    """Returns a sentence on training steps of a model on two GPUs."""
+    """Returns a sentence on training steps of all of Qwen3-30B-A3B on two GPUs."""
     results = load("bench_e2e", "bench_e2e_experts")
     (row,) = results["rows"]
     return (

@@ -1,4 +1,7 @@
-"""Sections of experiments/README.md on layers: this library's, and plain Flax ones."""
+"""Sections on layers, for experiments/README.md and docs/pages/models-hf.md.
+
+The layers are this library's own and layers in plain Flax.
+"""
 
 import functools
 import textwrap
@@ -61,7 +64,7 @@ def _times(row: dict[str, Any]) -> str:
 
 
 def table_6() -> str:
-    """Returns the section on the layers of the paper's table 6 with both versions."""
+    """Returns the section on the paper's table 6, with the oldest and newest JAX."""
     results = [load("bench_layer", f"bench_layer_table_6_jax_{v}") for v in _VERSIONS]
     old, new = ({_case_of(row): row for row in f["rows"]} for f in results)
     shapes = list(dict.fromkeys((hidden, seq) for _, hidden, seq in new))
@@ -109,7 +112,7 @@ def foreign() -> str:
 
 
 def _foreign(results: dict[str, Any]) -> tuple[str, str]:
-    """Returns a results file's device and version of JAX, and its table."""
+    """Returns a results file's device and JAX version as a sentence, and its table."""
     layers = by_column(results["rows"], "layer", "case")
     cases = dict.fromkeys(case for row in layers.values() for case in row)
     columns = [Column("", lambda layer: layer[0])]
@@ -155,7 +158,7 @@ def offloaded() -> str:
 
 
 def attention() -> str:
-    """Returns the section on the kernels of attention."""
+    """Returns the section on the speed of attention kernels."""
     results = load("bench_attention")
     cases = grouped(results["rows"], _attention_case)
     first = results["rows"][0]
@@ -225,7 +228,7 @@ def of_models() -> str:
 
 
 def _loading() -> str:
-    """Returns a sentence on how fast a checkpoint is loaded."""
+    """Returns sentences on how fast a checkpoint is loaded, and in how much memory."""
     results = load("hf", "loading")
     rows = by_column(results["rows"], "preset", "case")["llama3-8b"]
     read, loaded = rows["read"], rows["load"]
@@ -271,6 +274,6 @@ def compilation() -> str:
 def _seconds(
     group: tuple[tuple[int, int], dict[str, float]], case: str
 ) -> tuple[float, float]:
-    """Returns a case's CPU seconds, and their ratio to BF16 with a remat."""
+    """Returns the CPU seconds of `case` and their ratio to the case "bf16, remat"."""
     _, seconds = group
     return seconds[case], seconds[case] / seconds["bf16, remat"]

@@ -1,4 +1,4 @@
-"""Sections on FP8 AdamW: speed, the drift of its moments, and loss curves."""
+"""Sections on FP8 AdamW (speed, drift and loss curves) and on other optimizers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from experiments.pages.sections import markdown_image, section
 
 
 def optimizer() -> str:
-    """Returns the section on the benchmark of an optimizer step."""
+    """Returns the section on the speed and memory of an optimizer step."""
     results = load("bench_optimizer")
     text = (
         "**A step of the optimizer** (`bench_optimizer`): a matrix of a billion "
@@ -89,7 +89,7 @@ def curves() -> str:
 
 
 def _length(results: dict[str, Any]) -> str:
-    """Returns the size of trainings, their device and the number of seeds, in words."""
+    """Returns a phrase with the length of trainings, their device and the seeds."""
     settings = results["settings"]
     return (
         f"{settings['steps']:,} steps of {settings['batch_size']} x "

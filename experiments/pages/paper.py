@@ -1,4 +1,4 @@
-"""The page of all tables and figures of the paper, docs/pages/paper.md."""
+"""Renders docs/pages/paper.md, the page of all tables and figures of the paper."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""README.md, the home page of the docs and experiments/README.md, with results."""
+"""Renders README.md, the docs' pages with results, and experiments/README.md."""
 
 import textwrap
 from pathlib import Path
@@ -47,7 +47,7 @@ installed packages.
 
 
 def readme(text: str) -> str:
-    """Returns README.md's text, with new results between the markers for them."""
+    """Returns README.md's text with new results between its markers."""
     text = _with(text, "headline", _headline())
     return _with(text, "losses", training.losses())
 
@@ -65,27 +65,30 @@ def home(text: str, readme_text: str) -> str:
 
 
 def released(text: str) -> str:
-    """Returns the text of docs/pages/release.md, with the models that fit on a GPU."""
+    """Returns the text of docs/pages/release.md with the largest batches on a GPU."""
     return _with(text, "cards", release.cards())
 
 
 def models(text: str) -> str:
-    """Returns the text of docs/pages/models-hf.md, with the speed of layers."""
+    """Returns the text of docs/pages/models-hf.md with new tables of layers."""
     return _with(text, "layers", layers.of_models())
 
 
 def of_experts(text: str) -> str:
-    """Returns the text of docs/pages/experts.md, with the speed of layers."""
+    """Returns the text of docs/pages/experts.md with the speed of layers."""
     return _with(text, "layers", experts.of_models())
 
 
 def trainings(text: str) -> str:
-    """Returns the text of docs/pages/ecosystem.md, with the table of trainings."""
+    """Returns the text of docs/pages/ecosystem.md with the table of trainings."""
     return _with(text, "trainings", ecosystem.trainings())
 
 
 def _split(text: str, name: str) -> tuple[str, str, str]:
-    """Splits a text at the two markers of a name: before, between, and after."""
+    """Returns the text before, between and after the two markers with a name.
+
+    The first part ends with the first marker, and the last begins with the second.
+    """
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
     head, _, tail = text.partition(begin)
     content, _, tail = tail.partition(end)
@@ -93,7 +96,7 @@ def _split(text: str, name: str) -> tuple[str, str, str]:
 
 
 def _with(text: str, name: str, content: str) -> str:
-    """Returns a text with new content between the markers of a name."""
+    """Returns a text with new content between the two markers with a name."""
     head, _, tail = _split(text, name)
     return head + content + tail
 

@@ -39,7 +39,7 @@ _LONG_MS = 0.1
 
 
 def end_to_end() -> str:
-    """Returns the section on whole training steps on one GPU."""
+    """Returns the section on training steps of Llama-2-7B on one GPU."""
     results = load("bench_e2e")
     first = results["rows"][0]
     columns = (
@@ -78,7 +78,7 @@ def several_gpus() -> str:
 
 
 def _of_kind(name: str) -> str:
-    """Returns the table of a results file, which is of one kind of GPU."""
+    """Returns the device and the table of a results file for one kind of GPU."""
     results = load("bench_e2e", name)
     columns = (
         Column("", "title"),
@@ -122,7 +122,7 @@ def _visible() -> str:
 
 
 def long_sequences() -> str:
-    """Returns the section on training steps of long sequences."""
+    """Returns the section on training steps with long sequences."""
     results = load("bench_e2e", "bench_e2e_long")
     device, jax = results["device"], results["versions"]["jax"]
     text = (
@@ -182,7 +182,7 @@ def _sum(title: str, *kinds: str) -> Column:
 
 
 def _grown(rows: list[dict[str, Any]]) -> str:
-    """Returns a clause on the growth of the optimizer state since the measurements."""
+    """Returns a sentence on the growth of the optimizer state since measurements."""
     grown = max(row["optimizer_gib"] - row["measured_optimizer_gib"] for row in rows)
     return (
         f"The FP8 state of today is up to {grown:.2f} GiB larger than the measured one "
@@ -218,7 +218,7 @@ def layer() -> str:
 
 
 def time_of(row: dict[str, Any]) -> str:
-    """Returns the milliseconds of a layer, and its speed relative to BF16."""
+    """Returns a layer's milliseconds, with its speed relative to BF16 in brackets."""
     return f"{row['forward_backward_ms']:.2f} ({row['ratio_to_bf16']:.2f})"
 
 
@@ -281,7 +281,10 @@ _ELEMENTWISE = (
 
 
 def _over_rows(title: str, of: Callable[..., float], key: str, form: str) -> Column:
-    """Returns a column that reduces `key` by `of`, over a kind of matmul's rows."""
+    """Returns a column with a statistic of `key` over the rows of a kind of matmul.
+
+    `of` computes the statistic, and `form` is its format.
+    """
     return Column(title, lambda kind: of(row[key] for row in kind[1]), form)
 
 
@@ -295,7 +298,11 @@ _PRODUCTS = (
 
 
 def _more_kernels() -> list[str]:
-    """Returns the parts on lone activations, gates of other sizes, and JAX versions."""
+    """Returns texts and tables on further measurements of kernels.
+
+    They are activations without a product, gates with other row lengths, and two
+    versions of JAX.
+    """
     results = load("bench_kernels", "bench_kernels_h100")
     newest = load("bench_kernels", f"bench_kernels_h100_jax_{NEWEST_JAX}")
     shape = "16384 x 8192"
@@ -317,7 +324,7 @@ def _more_kernels() -> list[str]:
 
 
 def _on_both_versions(oldest: dict[str, Any], newest: dict[str, Any]) -> str:
-    """Returns a sentence on the kernels' times with two versions of JAX."""
+    """Returns sentences on the kernels' times with two versions of JAX."""
     times = {case_of(row): row for row in oldest["rows"]}
     ratios: dict[bool, list[float]] = {False: [], True: []}
     for row in newest["rows"]:
@@ -336,7 +343,10 @@ def _on_both_versions(oldest: dict[str, Any], newest: dict[str, Any]) -> str:
 
 
 def _rested(rows: list[dict[str, Any]]) -> str:
-    """Returns a clause on the TFLOP/s with a pause before each call, or ""."""
+    """Returns a clause on the TFLOP/s of kernels on a chip that rests before each call.
+
+    The clause is empty if no row has this measurement.
+    """
     rates = {
         row["kernel"]: f"{row['rested_tflop_per_s']:,.0f}"
         for row in rows
@@ -349,6 +359,6 @@ def _rested(rows: list[dict[str, Any]]) -> str:
 
 
 def _kernel_and_pass(row: dict[str, Any]) -> str:
-    """Returns the kernel of a matmul, and the pass of its layer or 8192^3."""
+    """Returns the kernel of a matmul and its pass, or "8192^3" for a cube."""
     last = row["name"].rsplit(", ", 1)[-1]
     return f"{row['kernel']}, {'8192^3' if last == 'cube' else last}"

@@ -1,4 +1,4 @@
-"""The section on training steps of trainers outside this library."""
+"""The section on trainers outside this library, such as tunix."""
 
 from experiments.common.results import load
 from experiments.common.tables import Column, markdown
@@ -9,7 +9,7 @@ _TRAINERS = {"flax": "plain Flax, `nnx.Optimizer`", "tunix": "tunix's `PeftTrain
 
 
 def steps() -> str:
-    """Returns the section on speed and memory in trainers outside this library."""
+    """Returns the section on training steps of trainers outside this library."""
     files = [load("bench_trainer", name) for name in _FILES]
     rows = [row for results in files for row in results["rows"]]
     columns = (

@@ -20,7 +20,7 @@ _TRAININGS = "pretrain_300m_compared", "pretrain_124m_compared"
 
 
 def losses() -> str:
-    """Returns README.md's text on the losses in its picture."""
+    """Returns README.md's text about validation losses and its figure of losses."""
     results = load("pretrain", _TRAININGS[0])
     rows = over_seeds(results["rows"])
     gaps = {recipe: f"{row['val_gap_percent']:.1f}%" for recipe, row in rows.items()}
@@ -123,7 +123,7 @@ def _millions(count: int) -> str:
 
 
 def _size(results: Mapping[str, Any]) -> str:
-    """Returns the sizes of a training in words."""
+    """Returns a phrase with a training's numbers of parameters, steps and tokens."""
     settings = PRESETS[results["preset"]].settings
     return (
         f"{_millions(results['rows'][0]['parameters'])} parameters, "
@@ -265,12 +265,12 @@ def _answers(
     points: Mapping[str, tuple[float, float]],
     losses: Mapping[str, float] | None = None,
 ) -> str:
-    """Returns a table of right answers.
+    """Returns a table of right answers by recipe.
 
     Args:
-      shares: The percentage by recipe and kind of question.
+      shares: The percentage of right answers by recipe and kind of question.
       points: The points above `bf16` by recipe, and the upper end of their interval.
-      losses: The loss on the questions by recipe; None means no such column.
+      losses: The test loss by recipe; None means no column of losses.
     """
     recipes, kinds = (list(dict.fromkeys(key)) for key in zip(*shares, strict=True))
 
@@ -309,7 +309,7 @@ def vision_language() -> str:
 
 
 def _questions_and_seeds(results: Mapping[str, Any]) -> str:
-    """Returns the numbers of questions and seeds, and the device, in words."""
+    """Returns a phrase with the numbers of questions and seeds, and the device."""
     every = next(row for row in results["summary"] if row["kind"] == ALL)
     return (
         f"{every['questions']:,} questions about unseen scenes, {every['seeds']} "

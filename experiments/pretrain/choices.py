@@ -1,9 +1,10 @@
 """Multiple-choice questions about held-out text: which piece follows the context?
 
 A question consists of a context and four pieces of the same document. One piece follows
-the context, and the other pieces stand elsewhere in the document. A model's answer is
-the piece with the highest likelihood after the context. Such questions stand for the
-paper's tasks, which would have to be downloaded.
+the context; the other pieces are taken from elsewhere in the document. A model's answer
+is the piece with the highest likelihood after the context. These questions replace the
+multiple-choice tasks of the paper, such as HellaSwag, which would have to be
+downloaded.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ _TRIES = 20  # Draws for each question, at most.
 
 
 class Questions(NamedTuple):
-    """Multiple-choice questions.
+    """Multiple-choice questions as tokens.
 
     Attributes:
       tokens: The context of each question, followed by each of the pieces.
@@ -41,7 +42,7 @@ class Scorer(Protocol):
 
 
 def ask(documents: Sequence[Int[np.ndarray, " _"]], count: int) -> Questions:
-    """Draws questions about documents with a fixed seed.
+    """Draws `count` questions about documents, with a fixed seed.
 
     Raises:
       ValueError: If no document is long enough for a context and four pieces, or if too
@@ -91,7 +92,7 @@ def _pieces(
 
 
 def answered(questions: Questions, model: Scorer) -> Bool[np.ndarray, " n"]:
-    """Returns whether the likeliest piece of each question is the right one."""
+    """Returns whether the most likely piece of each question is the right one."""
     right = []
     for first in range(0, len(questions.right), _BATCH):
         tokens = questions.tokens[first : first + _BATCH]

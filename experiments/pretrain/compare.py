@@ -5,12 +5,12 @@
     uv run python -m experiments.pretrain.compare runs/bf16 runs/coat
 
 The runs must be finished, and have the same preset and the bytes of the same text. Each
-model's loss is measured on validation text and on texts of other kinds, with the
-recipe's forward pass and with the same weights in BF16. Each model also answers
+model's loss is measured on validation text and on texts of other kinds: with the
+recipe's forward pass, and with the same weights in BF16. Each model also answers
 multiple-choice questions about these texts. Measurements are stored in the run's
 folder, so that the same command measures only what is missing. Recipes are compared
 with `bf16` of the same seed, question by question. With --losses nothing is measured:
-the losses of the runs' own summaries are compared, and the loads of experts.
+only the summaries of the runs are compared, with their losses and loads of experts.
 """
 
 import sys
@@ -59,14 +59,14 @@ _TARGETS = {
 
 
 class _Exam(NamedTuple):
-    """A run's batches to measure losses on, and questions, both by kind of text."""
+    """Batches of text to measure a run's losses on, and questions, by kind of text."""
 
     batches: dict[str, list[Int32[np.ndarray, "batch length+1"]]]
     questions: dict[str, choices.Questions]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     top = new_parser("experiments.pretrain.compare", __doc__)
     top.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     top.add_argument(
@@ -106,12 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compared(folders: Sequence[Path], *, measures: bool = True) -> dict[str, Any]:
-    """Returns the entries of a results file about finished runs.
+    """Returns the entries of a results file for finished runs.
 
     Args:
       folders: The runs' folders.
-      measures: Whether the entries include losses of texts and answers. Measurements
-        that no run's folder has are made now.
+      measures: Whether the entries include losses of texts and answers. Missing
+        measurements are made and stored in the runs' folders.
 
     Raises:
       ValueError: If a run is unfinished or damaged, is not on bytes, differs from the
@@ -167,7 +167,11 @@ def compared(folders: Sequence[Path], *, measures: bool = True) -> dict[str, Any
 
 
 def _finished(folder: Path) -> tuple[dict[str, Any], Run]:
-    """Returns the summary of a finished run on bytes, and the run."""
+    """Returns the summary of a finished run on bytes, and the run.
+
+    Raises:
+      ValueError: If the run is not finished, or its tokens are not bytes.
+    """
     if not (folder / _SUMMARY).exists():
         raise ValueError(f"{folder} is no finished run: it has no {_SUMMARY}")
     summary, run = read_results(folder / _SUMMARY), Run.open(folder, {})
@@ -204,7 +208,7 @@ def _measured(run: Run) -> dict[Recipe, Row]:
 
 
 def _exam(run: Run, corpus: data.Corpus, inputs: Inputs) -> _Exam:
-    """Returns a run's batches and questions, without documents of its training text."""
+    """Returns a run's batches and questions, without documents that it trained on."""
     unread, trained_on = (
         [piece for tokens in split for piece in text.split_bytes(tokens)]
         for split in (corpus.validation, corpus.train)
@@ -224,7 +228,11 @@ def _exam(run: Run, corpus: data.Corpus, inputs: Inputs) -> _Exam:
 
 
 def _examined(run: Run, recipe: Recipe, inputs: Inputs, exam: _Exam) -> Row:
-    """Returns the losses and answers of a recipe's last checkpoint."""
+    """Returns the losses and answers of the last checkpoint of a run with a recipe.
+
+    Raises:
+      ValueError: If the latest checkpoint is not the checkpoint of the run's last step.
+    """
     trainer = inputs.trainer(run.settings, recipe, run.schedule_steps or 0)
     with run.checkpoints(recipe) as checkpoints:
         if (last := checkpoints.progress().step) != run.steps:
@@ -277,7 +285,7 @@ def tasks(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
 def bars(
     preset: str, rows: Sequence[Mapping[str, Any]], texts: Sequence[Mapping[str, Any]]
 ) -> list[Bar]:
-    """Returns the targets for mean gaps of the validation loss to `bf16`'s.
+    """Returns the targets for mean gaps between validation losses and `bf16`'s.
 
     Args:
       preset: The preset of the runs.

@@ -1,4 +1,4 @@
-"""Tables and a figure of trainings, next to the paper's table 3 and poster.
+"""Tables and a figure of trainings, next to the paper's table 3 and its poster.
 
 Rows come from a results file of `experiments.pretrain.compare`.
 """
@@ -30,13 +30,13 @@ _SETS = {name: LOSS_COLUMNS.index(f"{name} ppl") for name in ("WikiText", "C4", 
 
 
 class _Final(NamedTuple):
-    """The end of a training: its loss, and the perplexity of held-out text."""
+    """The results of a training: its last loss, and the perplexity of held-out text."""
 
     loss: float
     held_out: float
 
     def cells(self, bf16: "_Final") -> list[str]:
-        """Returns the loss and two perplexities, each with its gap to `bf16`."""
+        """Returns cells: the loss and two perplexities, and their gaps to `bf16`."""
         here, theirs = ((x.loss, math.exp(x.loss), x.held_out) for x in (self, bf16))
         return [
             cell
@@ -75,7 +75,7 @@ def table_3(results: Mapping[str, Any]) -> Table:
 
 
 def accuracies() -> Table:
-    """Returns a table of the paper's accuracies; such tasks are not measured here."""
+    """Returns a table of the paper's accuracies, which have no counterpart here."""
     table = new_table("The paper's accuracies", "", "", *TASK_COLUMNS)
     for model, rows in _PAPER.items():
         for recipe, values in rows.items():
@@ -86,7 +86,8 @@ def accuracies() -> Table:
 def days(results: Mapping[str, Any]) -> Table:
     """Returns a table of the days that the poster's training takes on one device.
 
-    The results come from `experiments.bench.e2e`, which times steps of a 7B model.
+    `results` is a results file of `experiments.bench.e2e`, which times steps of a 7B
+    model.
     """
     device, tokens = results["device"]["name"], POSTER_TOKENS
     title = f"A 7B model on {tokens / 1e9:.0f} billion tokens"
@@ -100,11 +101,11 @@ def days(results: Mapping[str, Any]) -> Table:
 
 
 def gaps(rows: Iterable[Row], key: str) -> dict[str, list[float]]:
-    """Returns by how many percent losses exceed `bf16`'s with the same seed.
+    """Returns the percentages by which losses exceed `bf16`'s with the same seed.
 
     Args:
       rows: The rows of a results file of `experiments.pretrain.compare`.
-      key: The loss that is compared.
+      key: The key of the loss.
 
     Returns:
       The gaps of all seeds, by recipe, in the order of the rows.
@@ -136,7 +137,7 @@ def seeds(rows: Sequence[Row]) -> Table:
 
 
 def interval(values: Sequence[float]) -> str:
-    """Returns a text: the mean, and the half-width of its 95% interval over values.
+    """Returns a text with the mean of values and half the width of its 95% interval.
 
     A single value has no interval.
     """
@@ -151,7 +152,7 @@ def _mean_and_half(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def draw_gaps(rows: Sequence[Row]) -> Figure:
-    """Draws each recipe's gaps in training loss to `bf16`, and the paper's gaps."""
+    """Draws the gaps of each recipe's training loss to `bf16`, next to the paper's."""
     drawn = Figure(figsize=(8, 3.4), layout="constrained", dpi=150)
     axes = drawn.subplots()
     by_recipe = gaps(rows, "train_loss")
@@ -183,7 +184,7 @@ def texts(rows: Sequence[Row]) -> Table:
     """Returns a table of perplexities by kind of text, next to the paper's.
 
     Gaps are to `bf16` with the same seed, with 95% intervals over seeds. One gap is for
-    the recipe's own forward pass, the other for its weights with all matmuls in BF16.
+    the recipe's forward pass, the other for its weights with all matmuls in BF16.
 
     Args:
       rows: Rows with "recipe", "seed", "text", "loss" and "loss_in_bf16".
@@ -221,10 +222,10 @@ def texts(rows: Sequence[Row]) -> Table:
 
 
 def answers(rows: Sequence[Row]) -> Table:
-    """Returns a table of right answers by recipe and kind of text, percent.
+    """Returns a table of right answers by recipe and kind of text, in percent.
 
     Intervals are 95% over questions. Points are differences to `bf16` on the same
-    questions. The paper's average of its four tasks stands last.
+    questions. The last columns have the paper's averages of its four tasks.
     """
     kinds = list(dict.fromkeys(row["text"] for row in rows))
     title = "Right answers to multiple-choice questions, percent"
@@ -251,6 +252,6 @@ def answers(rows: Sequence[Row]) -> Table:
 
 
 def _average(model: str, recipe: str) -> str:
-    """Returns the paper's average of its tasks, percent."""
+    """Returns the paper's average over its tasks in percent, or "" if there is none."""
     values = _PAPER[model].get(recipe)
     return "" if values is None else f"{100 * values[-1]:.1f}"

@@ -23,7 +23,7 @@ def source_of_jax() -> Iterator[bytes]:
 
 
 def descriptions() -> Iterator[bytes]:
-    """Yields the descriptions of all installed packages: English prose, with markup."""
+    """Yields the descriptions of all installed packages: English prose with markup."""
     texts = {each.metadata.json.get("description") for each in metadata.distributions()}
     for description in sorted(filter(None, texts)):
         yield str(description).encode()
@@ -54,10 +54,10 @@ def documents(trained_on: Iterable[bytes] = ()) -> dict[str, list[bytes]]:
 def batches(
     by_kind: Mapping[str, Sequence[bytes]], settings: Settings
 ) -> dict[str, list[Int32[np.ndarray, "batch length+1"]]]:
-    """Returns `settings.eval_batches` batches of each kind of text, or fewer.
+    """Returns at most `settings.eval_batches` batches of each kind of text.
 
     Args:
-      by_kind: What `documents` returns.
+      by_kind: The documents of each kind, from `documents`.
       settings: The settings of a training on bytes.
     """
     return {

@@ -4,8 +4,9 @@
     uv run python -m experiments.pretrain.mesh_losses
 
 Each training has the same initialization and the same batches. `bf16` is computed in
-float32, where only the order of sums differs. In the FP8 of `coat`, the order of sums
-also changes codes. Two microbatches on one device are another order, for comparison.
+float32, where only the order of sums differs. In the recipe `coat`, the order of sums
+also changes FP8 codes. For comparison, a training with two microbatches on one device
+has another order of sums.
 """
 
 import dataclasses
@@ -52,7 +53,7 @@ class Curve(typing.NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line `argv`, this process's by default."""
+    """Runs the program with the arguments `argv`, by default the command line's."""
     top = new_parser("experiments.pretrain.mesh_losses", __doc__)
     top.add_argument("--steps", type=int, default=200)
     out = default_path("pretrain", "mesh_losses")
@@ -86,7 +87,10 @@ def train_all(settings: Settings, recipe: Recipe) -> dict[str, Curve]:
 def train(
     settings: Settings, recipe: Recipe, corpus: data.Corpus, mesh: str | None
 ) -> Curve:
-    """Trains with a recipe on a mesh, or on one device."""
+    """Trains with a recipe on a mesh, or on one device for None; returns the losses.
+
+    `mesh` has the form of the option `--mesh`.
+    """
     where = mesh and meshes.make(meshes.parse(mesh))
     inputs = pretrain.select_inputs(corpus, settings, where)
     config = model_config(settings, recipe, inputs.vocab_size)
@@ -101,7 +105,7 @@ def train(
 
 
 def summarize(recipe: Recipe, curves: dict[str, Curve]) -> list[Row]:
-    """Returns the differences of each training to the training on one device."""
+    """Returns a row for each training of a recipe: its differences to one device."""
     alone, rows = curves[ALONE], []
     for mesh, curve in curves.items():
         gaps = np.abs(curve.losses / alone.losses - 1)
@@ -120,7 +124,7 @@ def summarize(recipe: Recipe, curves: dict[str, Curve]) -> list[Row]:
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Returns the targets for differences in float32 and in FP8."""
+    """Returns the targets for differences to one device, by mesh and recipe."""
     targets = []
     for row in (row for row in rows if row["mesh"] in MESHES):
         name = f"{row['recipe']} on {row['mesh']}, "
@@ -135,7 +139,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 
 
 def plot(curves: dict[Recipe, dict[str, Curve]], path: Path) -> None:
-    """Draws the loss curves, above their differences to one device."""
+    """Draws the loss curves, and below them their differences to one device."""
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     axes = figure.subplots(2, len(curves), sharex=True, sharey="row", squeeze=False)
     for (recipe, by_mesh), (losses, gaps) in zip(curves.items(), axes.T, strict=True):

@@ -1,13 +1,13 @@
-"""The paper's own FP8 flow as a recipe, computed in float32 from rounded numbers.
+"""The FP8 flow of the paper as a recipe, computed in float32 from rounded numbers.
 
 The recipe `coat` differs from the paper in its details: it has one scale per token
 where the paper has one per tensor, and it rounds moments stochastically. It stores the
 first moment divided by the root of the second moment, and the second moment in UE4M4.
-This recipe has what the paper has (sections 4 and 5): matmuls of tensors with one
-scale, E4M3 forward and E5M2 for gradients; inputs of norms and gates saved in E4M3, in
-groups of 16; and both moments in E4M3 after dynamic range expansion, in groups of 128,
-rounded to nearest. Codes are multiplied in float32, so the recipe is slow, and serves
-only for comparisons.
+This recipe follows the paper (sections 4 and 5). Matmuls read tensors with one scale,
+in E4M3, and gradients in E5M2. Inputs of norms and gates are saved in E4M3, in groups
+of 16. Both moments are stored in E4M3 after dynamic range expansion, in groups of 128,
+and are rounded to nearest. Codes are multiplied in float32, so the recipe is slow, and
+serves only for comparisons.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ RECIPE = PlainRecipe(
 
 @contextlib.contextmanager
 def known() -> Iterator[str]:
-    """Adds the flow to `RECIPES` within the context; yields the flow's name.
+    """Adds the paper's flow to `RECIPES` in this context, and yields its name.
 
     Examples:
       >>> with known() as name:

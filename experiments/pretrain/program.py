@@ -4,14 +4,14 @@
 
 The command trains a small byte-level model twice on the source of Python's standard
 library: in BF16 with float32 moments (`bf16`), and with COAT's FP8 (`coat`). Both
-trainings start from one initialization and read the data in one order. `--help` lists
-the recipes, presets and other flags. The run's folder holds metrics.jsonl,
-summary.json, loss.png and checkpoints. For recipes with FP8 moments it also holds
-moments.jsonl and moments.png, the statistics of these moments; with --health-every
-also health.jsonl and health.png. `--mesh` and `--processes` spread the trainings over
-devices and hosts. Ctrl-C saves a checkpoint, and `--resume` continues from it with the
-same results as an uninterrupted run. A resumed run may train longer (`--steps`), and
-`--bad-step` says what follows a NaN.
+trainings start from the same initialization and read the data in the same order.
+`--help` lists the recipes, presets and other options. The run's folder holds
+metrics.jsonl, summary.json, loss.png and checkpoints. For recipes with FP8 moments it
+also holds moments.jsonl and moments.png, the statistics of these moments; with
+--health-every also health.jsonl and health.png. `--mesh` and `--processes` distribute
+the trainings over devices and hosts. Ctrl-C saves a checkpoint, and `--resume`
+continues from it with the same results as an uninterrupted run. A resumed run may train
+longer (`--steps`), and `--bad-step` selects what happens after a NaN.
 """
 
 import sys
@@ -35,12 +35,12 @@ from experiments.training.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     return interrupts.run(lambda stop: run_program(argv, stop))
 
 
 def run_program(argv: Sequence[str] | None, stop: Interrupts) -> int:
-    """Runs the command line `argv` until `stop` has a signal; returns an exit code."""
+    """Runs the program until `stop` has a signal, and returns an exit code."""
     return run_job(PRETRAINING, argv, stop)
 
 
@@ -59,7 +59,11 @@ def _reported(run: Run, inputs: Inputs) -> dict[str, Any]:
 
 
 def _checked_inputs(run: Run, mesh: Mesh | None) -> Inputs:
-    """Returns the inputs of a run; raises ValueError if its data has changed."""
+    """Returns the inputs of a run that has begun earlier.
+
+    Raises:
+      ValueError: If the data has changed since then.
+    """
     corpus = load_corpus(run.settings, run.folder)
     run.check_data(corpus.fingerprint())
     return select_inputs(corpus, run.settings, mesh)
@@ -68,7 +72,7 @@ def _checked_inputs(run: Run, mesh: Mesh | None) -> Inputs:
 def _opened(
     args: arguments.Arguments, mesh: Mesh | None, stop: Interrupts
 ) -> tuple[Run, Inputs]:
-    """Opens or creates the run and its data."""
+    """Opens or creates the run that the command line names, and loads its inputs."""
     if args.resume:
         run = Run.resume(args.folder, args.given)
         inputs = _checked_inputs(run, mesh)
@@ -84,7 +88,12 @@ def _opened(
 
 
 def load_corpus(settings: Settings, folder: Path) -> data.Corpus:
-    """Loads the run's corpus; a BPE for it is trained once and saved in `folder`."""
+    """Loads the corpus of a run; a BPE tokenizer is trained once and saved in `folder`.
+
+    Raises:
+      ValueError: If the settings give a vocabulary size for bytes, or the data are
+        invalid.
+    """
     corpus = data.load_corpus(
         [Path(path) for path in settings.data],
         tokenizer=settings.tokenizer,
@@ -103,12 +112,13 @@ def load_corpus(settings: Settings, folder: Path) -> data.Corpus:
 def select_inputs(
     corpus: data.Corpus, settings: Settings, mesh: Mesh | None = None
 ) -> Inputs:
-    """Returns the corpus as training windows and validation batches.
+    """Returns the training windows and validation batches of a corpus.
 
-    Token files do not state their vocabulary size. The settings or the preset give it.
+    Token files do not state their vocabulary size, so the settings or the preset give
+    it.
 
     Raises:
-      ValueError: If the mesh cannot split the batch or the model, or a token is outside
+      ValueError: If the mesh cannot shard the batch or the model, or a token is outside
         the vocabulary.
     """
     meshes.check_batch("--batch-size", settings.batch_size, mesh, settings.accumulate)

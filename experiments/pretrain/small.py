@@ -1,6 +1,6 @@
 """Small trainings in this process, with several seeds and several kinds of text.
 
-The trainings take a minute and leave no files. `experiments.pretrain` is for longer
+The trainings take a minute and write no files. `experiments.pretrain` is for longer
 trainings.
 """
 
@@ -39,8 +39,8 @@ class Trainings(NamedTuple):
     Attributes:
       settings: The settings; `settings.seed` is not used.
       metrics: A row for each recipe, seed and step.
-      texts: The last loss by recipe, seed and kind of text, in nats a byte, and the
-        loss of the same weights in BF16.
+      texts: A row for each recipe, seed and kind of text: the final loss in nats per
+        byte, and the loss of the same weights in BF16.
     """
 
     settings: Settings
@@ -53,8 +53,13 @@ def train(
 ) -> Trainings:
     """Trains with each recipe and seed on bytes, and validates on all kinds of text.
 
-    A seed decides the initialization and the order of the data. Trainings with the same
-    seed share both.
+    A seed determines the initialization and the order of the data, so trainings with
+    the same seed share both.
+
+    Args:
+      settings: The settings, including the recipes.
+      seeds: The number of seeds.
+      with_paper_flow: Whether to train with `paper_flow`, too.
     """
     inputs = program.select_inputs(data.load_corpus(), settings)
     texts = {VALIDATION: inputs.validation} | held_out.batches(
@@ -78,7 +83,7 @@ def train(
 def _trained(
     trainer: Trainer, inputs: Inputs, settings: Settings, seed: int
 ) -> tuple[TrainState, list[Row]]:
-    """Runs one training; returns the last state, and a row for each step."""
+    """Runs a training with a seed; returns the last state and a row for each step."""
     seeded = dataclasses.replace(settings, seed=seed)
     state, batches = trainer.init(seed), train_batches(inputs, seeded)
     rows = []
@@ -93,7 +98,7 @@ def _trained(
 
 
 def mean_curves(metrics: Sequence[Row]) -> list[Row]:
-    """Returns the rows of each recipe's steps, with means of losses over seeds."""
+    """Returns a row for each recipe and step, with means of losses over seeds."""
     groups = grouped(metrics, itemgetter("recipe", "step"))
     return [
         {"recipe": recipe, "step": step}

@@ -1,1 +1,1 @@
-"""Random programs under `fp8_remat`, and the same programs with exact matmuls."""
+"""Tests `fp8_remat` on random programs, against the same programs without FP8."""

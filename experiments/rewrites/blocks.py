@@ -1,4 +1,4 @@
-"""Blocks of random programs: matmuls, operations around them, and ways to call them."""
+"""Blocks of random programs: matmuls, operations around them, and calls of blocks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from experiments.rewrites.points import clipped, point
 
 
 def product(draw: Draw, width: int | None = None) -> Step:
-    """Draws a matmul and perhaps a bias, each perhaps followed by another operation.
+    """Draws a matmul and optionally a bias, each optionally followed by an operation.
 
-    `width` is the last axis of the result, by default `draw.width`. Afterwards
-    `draw.width` is the last axis of the result.
+    `width` is the last axis of the result, by default `draw.width`. `draw.width` is set
+    to the last axis of the result.
     """
     form = draw.random.choice(["weight", *WEIGHTS] if draw.chance(0.5) else ["weight"])
     draw.elements.append(form)
@@ -37,7 +37,7 @@ def product(draw: Draw, width: int | None = None) -> Step:
 
 
 def _multiply(draw: Draw):
-    """Draws a way to write the matmul of an array and a weight."""
+    """Draws a form of the matmul of an array and a weight, and returns its function."""
 
     def plain(env, x, w):
         return env.dot(x, w, (((x.ndim - 1,), (0,)), ((), ())))
@@ -117,7 +117,7 @@ def _gated_at_once(draw: Draw) -> Step:
 
 
 def _several(draw: Draw) -> Step:
-    """Draws several matmuls of one array, with activations of some results."""
+    """Draws several matmuls of the same array, some with an activation."""
     branches = []
     for _ in range(draw.random.choice([2, 3, 4])):
         multiply = product(draw, WIDTH)
@@ -187,7 +187,7 @@ STREAMS = {
 
 
 def block(draw: Draw) -> Step:
-    """Draws a random block: perhaps a norm, matmuls, and a way to add the stream."""
+    """Draws a block: a norm or an operation, matmuls, and a kind of residual sum."""
     pre_norm = norm(draw) if draw.chance(0.7) else point(draw)
     inner = draw.one_of(INNER)
     name = draw.random.choice(list(STREAMS))
@@ -242,7 +242,7 @@ def _gradient_inside(env, fn, h):
 
 
 def _calling(call: Callable[..., Array]) -> Maker:
-    """Returns a maker of random blocks that are called by `call`."""
+    """Returns a maker of random blocks that the function `call` calls."""
 
     def make(draw: Draw) -> Step:
         inner = block(draw)
@@ -288,5 +288,5 @@ CALLS: dict[str, Maker] = {
 
 
 def called_block(draw: Draw) -> Step:
-    """Draws a random block, and perhaps one of `CALLS` to call it."""
+    """Draws a random block, sometimes inside one of `CALLS`."""
     return draw.one_of(CALLS) if draw.chance(0.4) else block(draw)

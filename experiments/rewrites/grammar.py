@@ -1,4 +1,4 @@
-"""The parts of random programs, and the draws by which a program is put together."""
+"""The elements of random programs, and the random draws that combine them."""
 
 import dataclasses
 import random
@@ -21,7 +21,8 @@ class Env:
       dtype: The dtype of activations.
       marked: Whether the program has its marks: names, sharding constraints, and
         barriers of one array.
-      remat: The wrapper of functions of parameters and activations in the program.
+      remat: The wrapper of functions of parameters and activations in the program, such
+        as `fp8_remat`.
       softmax: The softmax of attention.
     """
 
@@ -44,11 +45,11 @@ Maker = Callable[["Draw"], Step]
 
 
 class Draw:
-    """The random choices of one program.
+    """The random choices of one program, made in order.
 
     Attributes:
       random: The source of random choices.
-      shapes: The shapes of the parameters.
+      shapes: The shapes of the parameters that were added, by name.
       width: The last axis of the arrays at the current place of the program.
       elements: The names of the elements of the grammar that were drawn.
     """
@@ -60,17 +61,17 @@ class Draw:
         self.elements: list[str] = []
 
     def parameter(self, *shape: int, kind: str = "weight") -> str:
-        """Adds a parameter and returns its name."""
+        """Adds a parameter, and returns its name, which begins with `kind`."""
         name = f"{kind}{len(self.shapes)}"
         self.shapes[name] = shape
         return name
 
     def chance(self, probability: float) -> bool:
-        """Returns True with this probability."""
+        """Returns True with a probability, and otherwise False."""
         return self.random.random() < probability
 
     def one_of(self, table: Mapping[str, Maker]) -> Step:
-        """Draws an element of a table, and the choices of this element."""
+        """Draws an element of a table and its own choices, and returns its step."""
         name = self.random.choice(list(table))
         self.elements.append(name)
         return table[name](self)
@@ -82,5 +83,5 @@ def fixed(step: Step) -> Maker:
 
 
 def pure(fn: Callable[[jax.Array], jax.Array]) -> Maker:
-    """Returns a maker that always returns the operation `fn` of an array."""
+    """Returns a maker that always returns the operation `fn` of an array alone."""
     return lambda draw: lambda env, x: fn(x)

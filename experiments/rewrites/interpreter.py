@@ -1,6 +1,7 @@
-"""Runs programs operation by operation.
+"""Runs programs operation by operation instead of compiling each program.
 
-JAX keeps each compiled operation, so that most of a new program is compiled already.
+JAX caches each compiled operation, so that most operations of a new program are
+compiled already.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ def interpreted(fn: Callable, *args: Any) -> Any:
     """Returns `fn(*args)`, computed equation by equation of the jaxpr.
 
     Many small programs share compiled operations, where `jax.jit` would compile each
-    program as a whole.
+    program separately.
     """
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     results = _results(closed.jaxpr, closed.consts, jax.tree.leaves(args))

@@ -1,9 +1,10 @@
 """Compares random programs under `fp8_remat` with the same programs without FP8.
 
 The oracle is JAX itself: the program with `jax.lax.dot_general` in float32. A program
-with an error beyond the bound is ill-conditioned if the oracle has an error at least a
-sixth as large when its matmuls and softmaxes get random errors as large as the rounding
-errors of codes.
+with an error beyond the bound can be ill-conditioned. To test this, the oracle's
+matmuls and softmaxes get random errors as large as the rounding errors of codes. The
+program is ill-conditioned if the oracle's error is then at least a sixth of the
+program's.
 """
 
 import itertools
@@ -33,7 +34,10 @@ _FLOOR = 0.05
 
 
 def judged(program: Program) -> Judged:
-    """Runs a program with and without FP8, and compares results and gradients."""
+    """Runs a program with and without FP8, and returns the verdict on it.
+
+    The verdict compares results and gradients.
+    """
     expected = _run(program.function(_exact, jnp.float32), program, jnp.float32)
     try:
         actual = _run(light(program), program, jnp.bfloat16)
@@ -65,7 +69,10 @@ def judged(program: Program) -> Judged:
 
 
 def light(program: Program, *, marked: bool = True) -> Callable:
-    """Returns a program under `fp8_remat`, with the program's options."""
+    """Returns a program under `fp8_remat`, with the program's options.
+
+    `marked` is whether the program has its marks.
+    """
     policies = jax.checkpoint_policies
     options: dict[str, dict[str, Any]] = {
         "E5M2": {"format": coat.E5M2},
@@ -106,7 +113,10 @@ def _exact(lhs, rhs, dimension_numbers):
 
 
 def _noisy(seed, calls, lhs, rhs, dimension_numbers):
-    """Computes a matmul with random relative errors in its operands and its result."""
+    """Computes a matmul with random relative errors in its operands and its result.
+
+    The errors depend on `seed` and on the number of the call, which `calls` counts.
+    """
     rng = np.random.default_rng((seed, next(calls)))
 
     def moved(x):
@@ -117,10 +127,11 @@ def _noisy(seed, calls, lhs, rhs, dimension_numbers):
 
 
 def _softmax_of_copies(seed: int) -> Callable[[jax.Array], jax.Array]:
-    """Returns a softmax that reads probabilities with relative errors in backward.
+    """Returns a softmax with noisy probabilities in its backward pass.
 
-    The rounded copies of probabilities do not sum to 1, which is a known limit of plain
-    attention: gradients of queries have an error relative to the keys' mean.
+    The backward pass reads copies of the probabilities with random relative errors,
+    like rounded copies. They do not sum to 1, which is a known limit of plain
+    attention: gradients of queries have an error relative to the mean of the keys.
     """
 
     @jax.custom_vjp
@@ -140,7 +151,7 @@ def _softmax_of_copies(seed: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def _run(fn: Callable, program: Program, dtype: Any) -> Any:
-    """Returns the result and the gradients of parameters and activations."""
+    """Returns the result of `fn`, and the gradients of parameters and activations."""
     params, x, numbers, dy = program.arguments(dtype)
 
     def run(params, x, numbers, dy):
@@ -151,7 +162,7 @@ def _run(fn: Callable, program: Program, dtype: Any) -> Any:
 
 
 def _errors(actual: Any, expected: Any) -> tuple[list[str], list[float]]:
-    """Returns the paths of all arrays, and the error of each relative to its norm."""
+    """Returns the paths of all arrays, and each array's error relative to its norm."""
     paths, errors = [], []
     for (path, b), a in zip(
         jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True

@@ -1,4 +1,8 @@
-"""Norms, activations, gates, weights and biases, in many spellings and near misses."""
+"""Norms, activations, gates, weights and biases, in many spellings and as near misses.
+
+A near miss is similar to a pattern that the library rewrites, but computes something
+else.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +165,7 @@ ACTIVATIONS = {
 
 
 def activation(draw: Draw) -> Step:
-    """Draws an activation, and perhaps operations before and after it."""
+    """Draws an activation, sometimes with operations before and after it."""
     name = draw.random.choice(list(ACTIVATIONS))
     draw.elements.append(name)
     fn, on_input, after = ACTIVATIONS[name], point(draw, 0.15), point(draw, 0.15)

@@ -1,7 +1,7 @@
-"""Operations that may stand at any point of a program: marks, layouts, rules, effects.
+"""Operations that can occur at any point of a program: marks, layouts, rules, effects.
 
-All keep the shape of their array. Marks (names, sharding constraints and barriers) are
-transparent: a program saves as many bytes with them as without them.
+All of them preserve the shape of their array. Marks (names, sharding constraints and
+barriers) are transparent: a program saves as many bytes with them as without them.
 """
 
 import functools
@@ -21,7 +21,7 @@ _FAR = 30.0  # A constant that is large compared with activations.
 
 @jax.custom_vjp
 def clipped(x):
-    """Returns `x`, and clips its gradient."""
+    """Returns `x`; the backward pass clips the gradient to [-0.5, 0.5]."""
     return x * 1
 
 
@@ -32,7 +32,7 @@ clipped.defvjp(
 
 @jax.custom_jvp
 def straight_through(x):
-    """Clips an array to [-2, 2], with a gradient of 1."""
+    """Clips an array to [-2, 2]; the gradient passes unchanged."""
     return jnp.clip(x, -2.0, 2.0)
 
 
@@ -43,7 +43,7 @@ def _(primals, tangents):
 
 @jax.custom_vjp
 def frozen_scale(x, scale):
-    """Multiplies by a scale that has a gradient of zero."""
+    """Multiplies `x` by a scale; the gradient of the scale is zero."""
     return x * scale.astype(x.dtype)
 
 
@@ -54,12 +54,12 @@ frozen_scale.defvjp(
 
 
 def fp8_dot(x):
-    """Doubles an array, under the name of an operation of the library."""
+    """Doubles an array; the name is the name of one of the library's operations."""
     return 2 * x
 
 
 def fused_matmul(x):
-    """Halves an array, under the name of an operation of the library."""
+    """Halves an array; the name is the name of one of the library's operations."""
     return x / 2
 
 
@@ -69,7 +69,7 @@ def _mesh() -> jax.sharding.Mesh:
 
 
 def constrained(x):
-    """Constrains the sharding of an array, on a mesh of one device."""
+    """Returns `x` with a sharding constraint on a mesh of one device."""
     spec = P("data", *[None] * (x.ndim - 1))
     return lax.with_sharding_constraint(x, NamedSharding(_mesh(), spec))
 
@@ -208,7 +208,7 @@ POINTS: dict[str, Maker] = MARKS | {
 
 
 def point(draw: Draw, probability: float = 0.2) -> Step:
-    """Draws an operation with this probability; otherwise returns the identity."""
+    """Draws an operation with a probability, and otherwise returns the identity."""
     if not draw.chance(probability):
         return lambda env, x: x
     # About half of the operations should be marks, which leave fusions as they are.

@@ -25,7 +25,7 @@ class Program:
       step: The program as a function of an environment and activations.
       shapes: The shapes of the parameters, by name.
       shape: The shape of the activations.
-      elements: The names of the grammar's elements in the program, each once.
+      elements: The distinct names of the grammar's elements in the program.
       options: The name of the options of `fp8_remat` with which the program runs.
       counts_bytes: Whether saved bytes with and without marks are compared.
     """
@@ -47,7 +47,10 @@ class Program:
         remat: Callable[[Callable], Callable] = lambda fn: fn,
         softmax: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
     ) -> Callable[..., jax.Array]:
-        """Returns the program as a function of parameters, activations and integers."""
+        """Returns the program as a function of parameters, activations and integers.
+
+        The arguments are fields of the program's `Env`.
+        """
 
         def random_program(params, x, numbers):
             env = Env(dot, params, numbers, dtype, marked, remat, softmax)
@@ -74,7 +77,7 @@ class Program:
 
 
 def _with_table(draw: Draw, step: Step) -> Step:
-    """Returns `step` preceded by the addition of table rows that integers select."""
+    """Returns `step` after a sum with rows of a table that integers select."""
     name = draw.parameter(9, WIDTH, kind="table")
 
     def embedded(env, x):
@@ -96,7 +99,7 @@ OPTIONS = ("E5M2", "group of 32", "where", "nothing saveable", "dots saveable", 
 
 
 def random_program(seed: int) -> Program:
-    """Draws the program of a seed."""
+    """Returns the program that a seed determines."""
     draw = Draw(seed)
     count = draw.random.choice([1, 1, 2])
     steps = [point(draw), *(called_block(draw) for _ in range(count)), point(draw)]

@@ -1,6 +1,6 @@
-"""Runs random programs under `fp8_remat`, and counts those that are wrong.
+"""Runs random programs under `fp8_remat`, and counts wrong programs.
 
-A program is a random function around FP8 matmuls. It runs with codes of float16, so
+A program is a random function around FP8 matmuls. It runs with codes in float16, so
 that the errors of right programs are 0.1%, and is compared with the same function
 without FP8. The exit code is 1 if a program is wrong.
 """
@@ -25,7 +25,7 @@ _ONE_THREAD = {"NPROC": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def rows_of(results: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """Returns a row of counts for all programs, and one for each grammar element."""
+    """Returns a row of counts for all programs, and a row for each grammar element."""
     elements: dict[str, list[Judged]] = {"all": []}
     for _, names, verdict in results:
         for element in ("all", *names):
@@ -79,7 +79,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _write(arguments: argparse.Namespace, results: list[Outcome]) -> list[Bar]:
-    """Writes the results file of the programs that ran, and returns its targets."""
+    """Writes the results file for the programs that ran, and returns its targets."""
     results = sorted(results)
     rows = rows_of(results)
     bars = bars_of(rows)
@@ -98,7 +98,7 @@ def _write(arguments: argparse.Namespace, results: list[Outcome]) -> list[Bar]:
 
 
 def main() -> int:
-    """Runs programs, prints wrong ones, writes a file; returns the exit code."""
+    """Runs programs, prints the wrong ones, writes a file, and returns an exit code."""
     arguments = _arguments()
     first, count = arguments.first_seed, arguments.programs
     seeds = range(first, first + count)

@@ -1,4 +1,4 @@
-"""Verdicts on programs; this module does not import the library."""
+"""Verdicts on programs, in a module that does not import the library."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -13,10 +13,10 @@ class Judged:
     Attributes:
       verdict: The verdict.
       error: The largest error of a result or gradient, relative to its norm.
-      own: The largest error of the oracle itself, with random errors in its matmuls.
+      own: The largest error of the oracle with random errors in its matmuls.
       saved: The bytes that are saved, with and without marks in the program; zeros if
         they are not compared.
-      said: The message of an exception, or the arrays beyond the bound.
+      said: The message of an exception, or the arrays with errors beyond the bound.
     """
 
     verdict: Verdict
@@ -33,7 +33,7 @@ class Judged:
 
 
 class Outcome(NamedTuple):
-    """A program's seed, the names of its elements, and the verdict on it."""
+    """The seed of a program, the names of its elements, and the verdict on it."""
 
     seed: int
     elements: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Processes that judge programs."""
+"""Worker processes that run random programs and judge them."""
 
 import contextlib
 import itertools
@@ -21,8 +21,8 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """Yields the outcomes of the programs of some seeds, as the programs end.
 
-    If a program ends its process, the verdict is "error". No new process takes the
-    place of the one that ended.
+    If a program ends its process, the verdict is "error". The process that ended is not
+    replaced.
 
     Args:
       seeds: The seeds.
@@ -74,7 +74,7 @@ def _ended(seed: int, process: SpawnProcess) -> Outcome:
 
 
 def _judge(connection: Connection) -> None:
-    """Sends the outcome of each received seed, until the connection is closed."""
+    """Sends the outcome of each seed that it receives, until the connection closes."""
     widen()
     # The library reads dtypes when it is imported.
     from experiments.rewrites.judge import judged

@@ -1,1 +1,1 @@
-"""Studies with trainings: curves of optimizers, and errors in trained models."""
+"""Studies of trainings and checkpoints: errors, optimizers, recipes and fine-tuning."""

@@ -20,12 +20,12 @@ def capture(
     """Trains with the recipe `bf16`, and captures float32 moments and gradients.
 
     Args:
-      settings: Settings of `experiments.pretrain`.
+      settings: The settings of `experiments.pretrain`.
       at: The steps, counted from 1, after which moments are captured.
-      window: Number of gradients to capture. They follow the latest step of `at` that
-        leaves `window` steps in the run.
-      groups: Largest number of groups with captured moments.
-      sample: Largest number of groups with captured gradients.
+      window: The number of gradients to capture. They follow the latest step of `at`
+        that leaves `window` steps in the run.
+      groups: The largest number of groups with captured moments.
+      sample: The largest number of groups with captured gradients.
 
     Raises:
       ValueError: If a number is not positive, a step is outside the run, or no step of
@@ -60,10 +60,11 @@ def capture(
 
 
 def window_start(steps: int, at: Sequence[int], window: int) -> int:
-    """Returns the latest step of `at` with `window` or more steps of the run after it.
+    """Returns the latest step of `at` that leaves `window` or more steps of the run.
 
     Raises:
-      ValueError: If a step is outside the run, or none leaves `window` steps.
+      ValueError: If a step is outside the run of `steps` steps, or none leaves `window`
+        steps.
     """
     for step in at:
         if not 1 <= step <= steps:
@@ -78,7 +79,7 @@ def window_start(steps: int, at: Sequence[int], window: int) -> int:
 
 
 def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
-    """Trains with the recipe `bf16`; yields the initial state and each step's state.
+    """Trains with the recipe `bf16`, and yields the state before and after each step.
 
     Yields:
       A state, and the loss of the step that computed the state, or NaN for the initial
@@ -97,8 +98,8 @@ def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
 def _gradient(previous: np.ndarray, after: np.ndarray, b1: float) -> np.ndarray:
     """Computes (after - b1 previous) / (1 - b1) from two consecutive first moments.
 
-    The result is the gradient that the optimizer received, after clipping, up to the
-    rounding of the moments.
+    The result is the gradient that the optimizer received, after clipping, except for
+    the rounding of the moments.
     """
     gradient = (after.astype(np.float64) - b1 * previous.astype(np.float64)) / (1 - b1)
     return gradient.astype(np.float32)

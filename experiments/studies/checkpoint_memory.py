@@ -5,8 +5,8 @@
 The command writes a checkpoint of the shape of Llama-3-8B in BF16, 16 GB of random
 bits, to a temporary folder. It reads the file's bytes, then loads the checkpoint twice,
 each time in a new process and after Linux has dropped the file from its cache. A last
-load finds the file in the cache. On a GPU the host's memory grows by the loader's
-buffers alone; on a CPU also by the model. Memory is read from Linux's counters.
+load finds the file in the cache. On a GPU only the loader's buffers add to the host's
+memory; on a CPU the model does, too. Memory is read from Linux's counters.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _FILE = "model.safetensors"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     args = parser().parse_args(argv)
     take_memory(at_once=False)  # The processes that load need the device's memory.
     rows: list[dict[str, Any]] = []
@@ -71,7 +71,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def write(folder: Path, config: llama.LlamaConfig) -> tuple[int, int]:
-    """Writes a random checkpoint; returns the bytes of all tensors and the largest."""
+    """Writes a random checkpoint to a folder.
+
+    Returns:
+      The bytes of all tensors, and the bytes of the largest tensor.
+    """
     everything = layout.parameters(config)
     kinds = {
         parameter.name(tensor, layer): (_BF16, shape)
@@ -97,7 +101,10 @@ def write(folder: Path, config: llama.LlamaConfig) -> tuple[int, int]:
 
 
 def _alone(case: str, file: Path) -> dict[str, Any]:
-    """Measures a case in a new process, so that no earlier case has taken memory."""
+    """Measures a case in a new process, so that its memory is the case's alone.
+
+    Returns the entries of the case's row.
+    """
     if case != "load from the cache":
         drop_from_cache(file)
     spawn = multiprocessing.get_context("spawn")
@@ -117,7 +124,7 @@ def drop_from_cache(file: Path) -> None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Reads a file from its beginning to its end; returns the seconds."""
+    """Reads a file from beginning to end, and returns the seconds as a row's entry."""
     buffer = memoryview(bytearray(2**24))
     start = time.perf_counter()
     with file.open("rb", buffering=0) as stream:
@@ -137,7 +144,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Returns the targets for host memory and the rate of loading; none on a CPU."""
+    """Returns the targets for host memory and loading speed, or none without a GPU."""
     loads = [row for row in rows if row["case"] == "load"]
     if not loads or jax.default_backend() != "gpu":
         return []

@@ -3,11 +3,11 @@
     uv run python -m experiments.studies.checkpoints FOLDER
 
 The text is the documentation in Python's standard library (`pydoc_data.topics`), in
-windows of 1,024 tokens. All tokens of a window but the first are predicted. Each window
-begins with the tokens that the tokenizer puts before a text. The command compares two
-things with float32: the forward passes of recipes, and the model after it was saved in
-FP8 and loaded again. `--reference` is the perplexity of another implementation on these
-tokens.
+windows of 1,024 tokens. All tokens of a window are predicted, except the first. Each
+window begins with the tokens that the tokenizer puts before a text. The command
+compares two kinds of models with the model in float32: its forward passes with other
+recipes, and the model after it was saved in FP8 and loaded again. `--reference` is the
+perplexity of another implementation on these tokens.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SAVED: dict[str, FP8Format] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     args = parser().parse_args(argv)
     try:
         rows = list(measured(args.folder, args.tokens, args.cases))
@@ -79,7 +79,12 @@ def parser() -> argparse.ArgumentParser:
 def measured(
     folder: Path, count: int, cases: Sequence[str] = (*CASES, *SAVED)
 ) -> list[dict[str, Any]]:
-    """Measures "float32" and `cases` on `count` tokens; returns one row per case.
+    """Measures "float32" and other cases, and returns one row per case.
+
+    Args:
+      folder: The Hugging Face folder.
+      count: The number of tokens of the text.
+      cases: The names of cases in `CASES` and `SAVED`.
 
     Raises:
       ValueError: If there are too few tokens for a window.
@@ -112,10 +117,13 @@ def _row(
 
 
 def text_windows(folder: Path, count: int) -> Int32[np.ndarray, "windows length"]:
-    """Returns up to `count` tokens from the start of the text, in whole windows.
+    """Returns up to `count` tokens from the start of the text, in full windows.
 
     Each window begins with the tokens that the tokenizer puts before a text, because
-    models such as Gemma have not learned to read texts without these.
+    models such as Gemma have not learned to read texts without these tokens.
+
+    Raises:
+      ValueError: If there are too few tokens for a window.
     """
     text = "\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
     tokenizer = hf.load_tokenizer(folder)
@@ -132,7 +140,7 @@ def text_windows(folder: Path, count: int) -> Int32[np.ndarray, "windows length"
 def mean_loss(
     model: llama.Llama, windows: Int32[np.ndarray, "windows length"]
 ) -> float:
-    """Returns the mean negative log-likelihood of a token, in nats."""
+    """Returns the mean negative log-likelihood of a token in the windows, in nats."""
     graph, state = nnx.split(model)
 
     @jax.jit
@@ -146,9 +154,10 @@ def mean_loss(
 
 
 def bars(rows: Sequence[dict[str, Any]], reference: float | None) -> list[Bar]:
-    """Returns the targets: float32 within 0.1% of the reference, others within 1.5%.
+    """Returns the targets for perplexities.
 
-    The targets of the other cases are relative to float32.
+    Each case must be within 1.5% above float32, and float32 within 0.1% of the
+    reference, if there is one.
     """
     found = {row["case"]: row["perplexity"] for row in rows}
     exact = found.pop("float32")

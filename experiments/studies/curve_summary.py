@@ -1,10 +1,10 @@
-"""Training curves of several optimizers and seeds: their table, bars and figure.
+"""Tables, targets and figures of the training curves of several optimizers and seeds.
 
 The rows come from `experiments.studies.curves`. Each optimizer is compared with the
-optimizer that its rows name as `beside`, or with the first one if they name none. A
-difference is taken between two trainings with the same seed, which share the
-initialization, the batches and the validation. The standard error belongs to the mean
-difference over seeds.
+optimizer that its rows name as `beside`, or with the first optimizer if they name none.
+A difference is taken between two trainings with the same seed, which share the
+initialization, the batches and the validation. The standard error is the error of the
+mean difference over seeds.
 """
 
 import itertools
@@ -31,7 +31,7 @@ _MOST_PERCENT = 0.5
 
 
 def losses(rows: Sequence[dict[str, Any]]) -> dict[str, Float[np.ndarray, "seed step"]]:
-    """Returns validation losses by optimizer, for the seeds that all of them have."""
+    """Returns validation losses by optimizer, for the seeds that all of them ran."""
     by_run = grouped(rows, itemgetter("optimizer", "seed"))
     names, seeds = map(dict.fromkeys, zip(*by_run, strict=True))
     shared = sorted(s for s in seeds if all((name, s) in by_run for name in names))
@@ -44,17 +44,17 @@ def losses(rows: Sequence[dict[str, Any]]) -> dict[str, Float[np.ndarray, "seed 
 
 
 def compared_with(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Returns, for each optimizer, the name of the optimizer it is compared with."""
+    """Returns the name of each optimizer's reference, by the optimizer's name."""
     first = rows[0]["optimizer"]
     return {row["optimizer"]: row.get("beside") or first for row in rows}
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns each optimizer's last validation loss and its difference to `beside`.
+    """Returns a row for each optimizer: its last validation loss and its difference.
 
-    `percent` is the mean difference over the mean loss of `beside`. `most_percent` is
-    the upper end of the 95% interval of `percent` by Student's t distribution, or None
-    for a single seed.
+    `difference` is relative to the optimizer `beside`, and `percent` is `difference`
+    over the mean loss of `beside`. `most_percent` is the upper end of the 95% interval
+    of `percent` by Student's t distribution, or None for a single seed.
     """
     by_optimizer, reference_of, summary = losses(rows), compared_with(rows), []
     for name, curves in by_optimizer.items():
@@ -80,9 +80,10 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def bars(summary: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Returns a bar for each optimizer that does not round parameters to nearest.
+    """Returns a target for each optimizer that does not round parameters to nearest.
 
-    Rounding BF16 parameters to nearest is expected to cost loss, so it has no bar.
+    Rounding BF16 parameters to nearest is expected to cost loss, so it has no target.
+    References have none, either.
     """
     targets = []
     for row in summary:
@@ -110,11 +111,11 @@ def table(summary: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def figure(rows: Sequence[dict[str, Any]], title: str) -> Figure:
-    """Draws the validation losses of optimizers, above differences to `beside`.
+    """Draws the validation losses of optimizers, and below them their differences.
 
-    Lines are means over seeds. Bands reach one standard error to either side. If rows
-    name several optimizers as `beside`, these are solid, and optimizers that are
-    compared with them are dashed in the same color.
+    Lines are means over seeds. Bands reach one standard error to each side. If rows
+    name several optimizers as `beside`, these have solid lines, and the optimizers that
+    are compared with them have dashed lines of the same color.
     """
     by_optimizer, reference_of = losses(rows), compared_with(rows)
     steps = sorted({row["step"] for row in rows})
@@ -164,7 +165,7 @@ def _line(axes: Axes, steps: list[int], curves: np.ndarray, **style: Any) -> Non
 
 
 def _limit(axes: Axes, curves: Float[np.ndarray, "optimizer seed step"]) -> None:
-    """Sets y limits that ignore the first quarter, where losses fall steeply."""
+    """Sets y limits by the last three quarters, because losses fall steeply before."""
     means = curves.mean(axis=1)[:, curves.shape[-1] // 4 :]
     low, high = means[np.isfinite(means)].min(), means[np.isfinite(means)].max()
     margin = 0.1 * (high - low) + 1e-3

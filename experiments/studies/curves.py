@@ -6,8 +6,8 @@ The command trains the model of `experiments.pretrain` with the recipe `bf16` an
 several optimizers: `optax.adamw` and `coat.fp8_adamw` with float32 parameters, COAT's
 scheme as it was published, an earlier form of `coat.fp8_adamw`, and both optimizers
 with BF16 parameters, rounded to nearest or (only `coat.fp8_adamw`) stochastically. For
-each of several seeds, all trainings start from one initialization and read the data in
-one order. Results are written after every training. Call the command again after an
+each seed, all trainings start from the same initialization and read the data in the
+same order. Results are written after every training. Call the command again after an
 interruption, or with more seeds, and it runs only the missing trainings.
 """
 
@@ -60,9 +60,9 @@ class Variant:
     Attributes:
       name: The name in tables and results.
       optimizer: The optimizer.
-      param_dtype: Dtype in which parameters are stored.
-      rounding: Rounding of BF16 parameters by `coat.fp8_adamw`.
-      beside: Name of the variant to compare with; None means the first variant.
+      param_dtype: The dtype in which parameters are stored.
+      rounding: The rounding of BF16 parameters by `coat.fp8_adamw`.
+      beside: The name of the variant to compare with; None means the first variant.
     """
 
     name: str
@@ -85,7 +85,10 @@ _COAT = Optimizer(
 
 
 def _earlier(learning_rate, *, b1, b2, weight_decay, mask):
-    """Returns AdamW with moments that are rounded after each step as in `EARLIER`."""
+    """Returns AdamW that stores its moments in the earlier scheme `EARLIER`.
+
+    The arguments are the arguments of `optax.adamw`.
+    """
     adam, key = optax.scale_by_adam(b1, b2), jax.random.key(0)
 
     def stored(mu, nu):
@@ -123,7 +126,7 @@ VARIANTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     program = "experiments.studies.curves"
     return compare(argv, VARIANTS, program, "optimizer_curves", __doc__)
 
@@ -141,7 +144,7 @@ def compare(
       argv: The program's command line; None means this process's.
       variants: The variants that `--optimizers` chooses from.
       program: The program's module.
-      name: Name of the results, without the preset's name.
+      name: The name of the results, without the preset's name.
       doc: The program's description, which `--help` prints.
     """
     flags = arguments.read(parser(program, doc), argv)
@@ -188,7 +191,12 @@ def chosen(names: str | None, variants: Sequence[Variant]) -> tuple[Variant, ...
 
 
 def parser(program: str, doc: str) -> argparse.ArgumentParser:
-    """Returns a parser with flags for trainings, seeds, variants and the results."""
+    """Returns a parser with options for trainings, seeds, variants and results.
+
+    Args:
+      program: The program's module.
+      doc: The program's description.
+    """
     top = arguments.training_parser(program, doc)
     add = top.add_argument_group("how often, and where").add_argument
     add("--seed", type=int, help="first seed (0)")
@@ -202,7 +210,7 @@ class Curves:
     """A results file with training curves, and the trainings that it lacks.
 
     Attributes:
-      rows: One row per validation, with the variant, the seed, the step, the mean
+      rows: A row for each validation, with the variant, the seed, the step, the mean
         training loss since the previous validation, and the validation loss.
     """
 
@@ -231,6 +239,15 @@ class Curves:
         variants: tuple[Variant, ...] = VARIANTS,
     ) -> "Curves":
         """Reads the data, and the finished trainings if `out` exists.
+
+        Args:
+          out: The results file.
+          settings: The settings of the trainings.
+          seeds: The number of seeds, from `settings.seed` on.
+          variants: The variants to train.
+
+        Returns:
+          The curves, with rows for the finished trainings.
 
         Raises:
           ValueError: If `seeds` is below 1, the folder of `out` does not exist, or
@@ -306,7 +323,7 @@ class Curves:
     def _curve(
         self, trainer: Trainer, variant: Variant, seed: int, bar: tqdm
     ) -> list[Row]:
-        """Trains one variant with one seed and returns its rows."""
+        """Trains a variant with a seed, and returns its rows."""
         settings = dataclasses.replace(self._settings, seed=seed)
         batches = train_batches(self._inputs, settings)
         state, losses, rows = trainer.init(seed), [], []

@@ -1,4 +1,4 @@
-r"""Real data for a fine-tuning of a chat model: word problems and dialogues.
+r"""Writes data to fine-tune a chat model: word problems and dialogues.
 
     uv run --with reasoning-gym --with chatterbot-corpus \
         python -m experiments.studies.finetune_data FOLDER
@@ -48,7 +48,10 @@ def _is_test(question: str) -> bool:
 
 
 def _symbolic(count: int) -> Iterator[dict[str, Any]]:
-    """Yields different word problems that have a number as their answer."""
+    """Yields distinct word problems, each with a number as its answer.
+
+    `count` problems are drawn.
+    """
     reasoning_gym = importlib.import_module("reasoning_gym")
     questions = set()
     for entry in reasoning_gym.create_dataset(PROBLEMS, size=count, seed=0):
@@ -76,7 +79,7 @@ def _dialogues() -> Iterator[dict[str, Any]]:
 
 
 def write(folder: Path) -> None:
-    """Writes train.jsonl and test.jsonl."""
+    """Writes train.jsonl and test.jsonl to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, of_part in zip(("train", "test"), records(), strict=True):
         lines = (json.dumps(record, ensure_ascii=False) for record in of_part)
@@ -85,7 +88,7 @@ def write(folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the files to the folder that the command line names."""
+    """Writes the files to the folder on the command line; returns an exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if len(arguments) != 1:
         print(__doc__, file=sys.stderr)

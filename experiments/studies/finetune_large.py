@@ -1,13 +1,14 @@
-"""Fine-tunes Llama-3-8B's shape with made-up weights on one GPU: memory and speed.
+"""Fine-tunes a model of Llama-3-8B's shape with random weights on one GPU.
 
     uv run --extra cuda13 python -m experiments.studies.finetune_large
 
-Each training is a process of `experiments.finetune`: every parameter in `coat` with the
-optimizer inside backward, stopped half way as by Ctrl-C and then resumed; and adapters
-over FP8 (`coat`, `coat_max`) and over BF16 (`bf16`). The same command continues where
-an earlier one ended. Several processes may share the folder of runs, each with other
-`--trainings`; `--join` then trains nothing, and joins the trainings that are done. A
-smaller preset tests the program on a CPU.
+The program measures memory and speed. Each training is a process of
+`experiments.finetune`. One trains every parameter in `coat` with the optimizer inside
+the backward pass; it is interrupted half way, as by Ctrl-C, and then resumed. The
+others train adapters over FP8 (`coat`, `coat_max`) and over BF16 (`bf16`). The same
+command continues where an earlier one ended. Several processes may share the folder of
+runs, each with other `--trainings`. With `--join` the program trains nothing, and joins
+the finished trainings. A smaller preset tests the program on a CPU.
 """
 
 import signal
@@ -43,7 +44,7 @@ _MADE_UP = [*_PYTHON, "experiments.studies.made_up"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     top = new_parser("experiments.studies.finetune_large", __doc__)
     add = top.add_argument
     add("--preset", default="llama3-8b", help="shape (llama3-8b)")
@@ -105,7 +106,13 @@ def _train(folder: Path, flags: Sequence[str], steps: int) -> None:
 
 
 def _run(command: Sequence[str], rows: Path | None = None, most: int = 0) -> None:
-    """Runs a process, and interrupts it once a file has `most` rows."""
+    """Runs a process, and interrupts it once the file `rows` has `most` lines.
+
+    Without a file the process is not interrupted.
+
+    Raises:
+      RuntimeError: If the process ends with an unexpected exit code.
+    """
     with subprocess.Popen(command) as process:
         while rows is not None and process.poll() is None:
             if rows.exists() and rows.read_bytes().count(b"\n") >= most:
@@ -118,7 +125,7 @@ def _run(command: Sequence[str], rows: Path | None = None, most: int = 0) -> Non
 
 
 def _is_trained(folder: Path, steps: int) -> bool:
-    """Returns whether the last step of a run is done and saved."""
+    """Returns whether the last of `steps` steps of a run is done and saved."""
     if not (folder / "run.json").exists():
         return False
     run = FinetuneRun.open(folder, {})
@@ -127,7 +134,7 @@ def _is_trained(folder: Path, steps: int) -> bool:
 
 
 def _measured(folder: Path) -> dict[str, Any]:
-    """Returns a training's memory, speed and losses, which need no summary.json."""
+    """Returns the memory, speed and losses of a training, without its summary.json."""
     run = FinetuneRun.open(folder, {})
     (measured,) = recipe_summaries(run).values()
     names = ("parameters", "step_bytes", "device_peak_bytes", "tokens_per_s")
@@ -136,7 +143,7 @@ def _measured(folder: Path) -> dict[str, Any]:
 
 
 def _bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Returns the bars on memory and speed; a CPU reports no peak."""
+    """Returns the targets for memory and speed; on a CPU only for speed."""
     by_name = {row["training"]: row for row in rows}
     peaks = {name: row["device_peak_bytes"] for name, row in by_name.items()}
     bars = []

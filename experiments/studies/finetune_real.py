@@ -3,14 +3,13 @@
     uv run python -m experiments.studies.finetune_real --model FOLDER --data FOLDER
 
 `experiments.finetune.smollm2` makes the model's folder, and
-`experiments.studies.finetune_data` the data's. Each seed of a recipe is a run of
-`experiments.finetune` in a folder of its own, and the same command continues where an
+`experiments.studies.finetune_data` the folder of the data. Each seed of a recipe is a
+run of `experiments.finetune` in its own folder, and the same command continues where an
 earlier one ended. Several processes may share the folder of runs, each with other
-`--recipes`; `--join` then trains nothing, and joins the seeds that all recipes have.
-
-Models answer word problems before and after the training, and a checker compares the
-last number. Dialogues count in losses alone. Few kernels support the hidden size 576,
-so the results are about quality and not about speed.
+`--recipes`. With `--join` the program trains nothing, and joins the seeds that all
+recipes have. Models answer word problems before and after the training, and a checker
+compares the last number. Dialogues count only in losses. Few kernels support the hidden
+size 576, so the results are about quality and not about speed.
 """
 
 import sys
@@ -36,7 +35,7 @@ _SEEDS, _QUESTIONS = 3, 300  # There are no bars for fewer.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     top = new_parser("experiments.studies.finetune_real", __doc__, allow_abbrev=False)
     add = top.add_argument
     add("--model", type=Path, required=True, help="SmolLM2's folder")
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(runs: Mapping[int, Sequence[Path]], flags: Sequence[str]) -> int:
-    """Runs the trainings that are not finished; returns an exit code."""
+    """Runs the trainings that are not finished, and returns an exit code."""
     for seed, folders in runs.items():
         for folder in folders:
             recipe = folder.parent.name
@@ -87,7 +86,7 @@ def _are_finished(folders: Sequence[Path]) -> bool:
 
 
 def summarized(runs: Mapping[int, Sequence[Path]]) -> dict[str, Any]:
-    """Returns the entries of a results file about the finished runs of each seed.
+    """Returns the entries of a results file for the finished runs of each seed.
 
     Args:
       runs: The folders of each seed, one for each recipe.
@@ -118,7 +117,7 @@ def summarized(runs: Mapping[int, Sequence[Path]]) -> dict[str, Any]:
 
 
 def _answers(folders: Sequence[Path]) -> compare.Answers:
-    """Returns a seed's answers by recipe; "before" comes from the first run."""
+    """Returns the answers of one seed by recipe; "before" comes from the first run."""
     answers: compare.Answers = {}
     for folder in folders:
         for name, of_model in compare.answers_of(folder).items():
@@ -127,14 +126,14 @@ def _answers(folders: Sequence[Path]) -> compare.Answers:
 
 
 def problems_of(hits: compare.Hits) -> compare.Hits:
-    """Returns the answers to word problems, without dialogues."""
+    """Returns the hits of word problems, without dialogues."""
     is_problem = np.array([family != DIALOGUES for family in hits.families])
     families = [family for family in hits.families if family != DIALOGUES]
     return compare.Hits(hits.recipes, families, hits.exact[:, :, is_problem])
 
 
 def _losses(runs: Mapping[int, Sequence[Path]]) -> list[dict[str, Any]]:
-    """Returns the losses and perplexities of each recipe and seed."""
+    """Returns a row for each recipe and seed, with losses and perplexities."""
     rows = []
     for seed, folders in runs.items():
         for folder in folders:
@@ -156,7 +155,7 @@ def _suffices(hits: compare.Hits) -> bool:
 def _bars(
     differences: Sequence[dict[str, Any]], losses: Sequence[dict[str, Any]]
 ) -> list[Bar]:
-    """Returns the bars of `coat` next to `bf16`, if both have run."""
+    """Returns the targets of `coat` relative to `bf16`, if both have run."""
     of_recipe = {
         recipe: np.mean([row["val_loss"] for row in losses if row["recipe"] == recipe])
         for recipe in ("bf16", "coat")

@@ -5,9 +5,9 @@
 The command trains the model of `experiments.pretrain` and computes gradients of batches
 that the model has not seen: in float32, and with each recipe from the same float32
 parameters. An error is the root mean square of the difference over the root mean square
-of the float32 gradient. The column "batch to batch" shows the distance of a single
-batch's gradient from the mean over batches, a noise that training tolerates anyway. The
-paper has no such table; its figures 5 to 7 show that losses agree.
+of the float32 gradient. For comparison, the column "batch to batch" shows the distance
+of a single batch's gradient from the mean over batches. The paper has no table of these
+errors; its figures 5 to 7 show that losses agree.
 """
 
 import sys
@@ -46,7 +46,7 @@ _Gradient = dict[str, Float[Array, "layers ..."]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     top = trained.parser("studies.gradient_error", __doc__)
     top.add_argument("--batches", type=int, help="gradients to compare (4)")
     flags = arguments.read(top, argv)
@@ -67,7 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def error_rows(model: Trained, batches: int) -> list[Row]:
-    """Returns each recipe's errors, by layer and parameter and for all together.
+    """Returns rows with the errors of each recipe, by layer and parameter.
+
+    Rows with the kind "all" are for all parameters of a layer, and of the model.
+
+    Args:
+      model: The trained model.
+      batches: The number of batches.
 
     Raises:
       ValueError: If `batches` is below 2 or above the number of batches of `model`.
@@ -95,7 +101,8 @@ def error_rows(model: Trained, batches: int) -> list[Row]:
 def _gradients(model: Trained, recipe: Recipe, dtype: DTypeLike) -> Callable:
     """Returns a function of parameters and a batch that computes the loss gradient.
 
-    The function returns a dictionary from parameter names to gradients.
+    Its result is a dictionary from parameter names to gradients. `dtype` is the dtype
+    of activations.
     """
     graph = structure(model.config_as(recipe, dtype))
 
@@ -129,7 +136,7 @@ class _Sums:
             )
 
     def rows(self, recipe: str) -> list[Row]:
-        """Returns one row per layer and parameter, one per layer, and one for all."""
+        """Returns a row per layer and parameter, per layer, and for the model."""
         rows = []
         for layer, kind, (lost, product, norm, exact) in _entries(self.values):
             cosine = product / np.sqrt(norm * exact)
@@ -150,7 +157,7 @@ def _compare(gradient: _Gradient, exact: _Gradient) -> _Gradient:
 
 
 def _noise_rows(sums: _Sums, mean: _Gradient, batches: int) -> list[Row]:
-    """Returns the distance of a batch's gradient from the mean gradient, as errors.
+    """Returns rows with the distance of one batch's gradient from the mean gradient.
 
     The error is sqrt(n / (n - 1) (S - n |mean|^2) / S), where n is the number of
     batches and S the sum of squared float32 gradients over batches.
@@ -180,8 +187,9 @@ def _noise_rows(sums: _Sums, mean: _Gradient, batches: int) -> list[Row]:
 def _entries(values: dict[str, np.ndarray]):
     """Yields the layer, the kind of parameter, and the sums.
 
-    There is one entry per layer and parameter, one per whole layer, and one for all. A
-    layer of None means outside the layers, or all of them.
+    There is one entry per layer and parameter, one of the kind "all" per layer, and one
+    of the kind "all" for the model. A layer of None means outside the layers, or all
+    parameters of the model.
     """
     layers = [name for name in values if name not in OUTSIDE]
     for name in values:
@@ -194,9 +202,9 @@ def _entries(values: dict[str, np.ndarray]):
 
 
 def table(rows: list[Row]) -> Table:
-    """Returns a table of errors by kind of parameter.
+    """Returns a table of errors by kind of parameter and recipe.
 
-    A cell holds the median over layers, and the worst layer's error in brackets.
+    A cell has the median over layers, and the worst layer's error in brackets.
     """
     names = list(dict.fromkeys(row["recipe"] for row in rows))
     title = "Error of gradients, % of float32's (worst layer's)"

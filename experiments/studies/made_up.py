@@ -1,8 +1,8 @@
-"""Writes a Hugging Face folder of a published shape with made-up weights.
+"""Writes a Hugging Face folder of a published shape with random weights.
 
     uv run python -m experiments.studies.made_up FOLDER --preset llama3-8b
 
-The folder stands for a checkpoint that cannot be downloaded, and has the memory, the
+The folder replaces a checkpoint that cannot be downloaded, and has the memory, the
 speed and the files of the real checkpoint. The tokenizer has a token for each byte and
 three special tokens.
 """
@@ -28,7 +28,7 @@ _TEMPLATE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     top = new_parser("experiments.studies.made_up", __doc__)
     top.add_argument("folder", type=Path)
     top.add_argument("--preset", choices=llama.CONFIGS, default="llama3-8b")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(folder: Path, config: llama.LlamaConfig) -> None:
-    """Writes the folder, with BF16 weights of the library's initialization.
+    """Writes the folder, with BF16 weights as the library initializes them.
 
     Raises:
       ValueError: If the folder exists and is not empty.

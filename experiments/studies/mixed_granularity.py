@@ -7,8 +7,8 @@ unseen batch in E4M3: with per-block (4x4), per-group (16), per-token or per-ten
 scales, and at mixed granularity, which has per-group scales for norms and gates and
 per-token or per-tensor scales for matmuls. It measures the errors of every activation,
 of the output of each norm and gate, and of the residual stream (the paper's figure 4a).
-Then it times norms and gates that quantize their output (figure 4b), on the device at
-hand. The paper's figure is a chart without numbers, so only the order of the methods is
+Then it times norms and gates that quantize their output (figure 4b), on this device.
+The paper's figure is a chart without numbers, so only the order of the methods is
 compared.
 """
 
@@ -33,7 +33,7 @@ _SMALL = ((1024, 512),)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     flags = arguments.read(parser(), argv)
     shapes = flags.pop("shapes", default_shapes())
     try:
@@ -57,19 +57,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the command line parser; the preset gives the settings left out."""
+    """Returns the command line parser; missing settings come from the preset."""
     top = trained.parser("studies.mixed_granularity", __doc__)
     top.add_argument("--shapes", nargs="+", type=_shape, metavar="ROWS,N", help="timed")
     return top
 
 
 def default_shapes() -> tuple[tuple[int, int], ...]:
-    """Returns the default shapes to time on this device."""
+    """Returns the shapes that are timed by default on this device."""
     return _SHAPES.get(jax.default_backend(), _SMALL)
 
 
 def check(rows: list[Row]) -> list[Bar]:
-    """Returns bars for the order of methods in the paper's figure; times need a GPU."""
+    """Returns the targets: methods must be in the order of the paper's figure 4.
+
+    Errors are compared on every device, and times only on a GPU.
+    """
     bars = []
     for better, worse in (("1x16", "4x4"), ("mixed", "per tensor")):
         for name in OPERATORS:

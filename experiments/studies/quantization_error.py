@@ -6,9 +6,9 @@ The command trains the model of `experiments.pretrain` with float32 moments, whi
 captures after several steps. It then measures the mean squared error of m / sqrt(v)
 after both moments were stored in 8 bits: first for every pair of E4M3, E5M2 and DE8,
 with and without dynamic range expansion, next to the paper's numbers; then for other
-schemes. At the end it replays captured gradients through Adam with stored moments.
-Errors are scaled such that COAT's scheme, E4M3 with expansion for both moments, has the
-paper's 12.31, because the paper's own unit is arbitrary.
+schemes. At the end it replays captured gradients through Adam with stored moments. The
+unit of errors makes the error of COAT's scheme, E4M3 with expansion for both moments,
+the paper's 12.31, because the paper's unit is arbitrary.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _WINDOW = 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     args = parser().parse_args(argv)
     out = args.out or default_path(
         "quantization_error", f"quantization_error_{args.preset}"
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the command line parser; the preset gives the settings left out."""
+    """Returns the command line parser; missing settings come from the preset."""
     top = new_parser("experiments.studies.quantization_error", __doc__)
     add = top.add_argument
     add("--preset", choices=PRESETS, default="cpu", help="shape and settings (cpu)")
@@ -94,7 +94,7 @@ def _steps(value: str) -> tuple[int, ...]:
 
 
 def capture_by(args: argparse.Namespace) -> Capture:
-    """Trains a model, and captures what a parsed command line asks for.
+    """Trains a model as the command line says, and returns the captured data.
 
     Raises:
       ValueError: If a setting, a step or the window is invalid.
@@ -114,18 +114,22 @@ def capture_by(args: argparse.Namespace) -> Capture:
 
 
 def default_steps(settings: Settings) -> tuple[int, ...]:
-    """Returns the steps to capture: steps / 30, steps / 6, steps / 2 and the last."""
+    """Returns the steps to capture: 1/30, 1/6, 1/2 and all of the steps of a run."""
     steps = settings.steps
     return tuple(sorted({min(steps, max(2, steps // n)) for n in (30, 6, 2, 1)}))
 
 
 def default_window(settings: Settings) -> int:
-    """Returns 100 steps, or half the steps of a short run."""
+    """Returns the number of gradients to replay: 100, or half of a short run."""
     return max(1, min(_WINDOW, settings.steps // 2))
 
 
 def run(captured: Capture) -> tuple[list[Row], studies.Trajectories]:
-    """Runs all studies, and prints each study's tables as soon as it is done."""
+    """Runs all studies, and prints the tables of each study when it is done.
+
+    Returns:
+      The rows of all studies, and the errors of the replays.
+    """
     console = Console()
     rows = studies.spread_rows(captured)
     console.print(tables.spread(rows))
@@ -142,7 +146,11 @@ def run(captured: Capture) -> tuple[list[Row], studies.Trajectories]:
 
 
 def check(rows: list[Row]) -> list[Bar]:
-    """Returns the bars: the paper's claims, and the targets of the default scheme."""
+    """Returns the targets: the paper's claims, and targets of the scheme `DEFAULT`.
+
+    The claims are about the gain by expansion, the exponents of both moments, and the
+    order of codes.
+    """
     pairs = {(r["step"], r["mu"], r["nu"]): r["error"] for r in rows if "mu" in r}
     steps = sorted({step for step, _, _ in pairs})
     schemes = {(r["step"], r["scheme"]): r for r in rows if r["study"] == "schemes"}
@@ -163,18 +171,18 @@ def check(rows: list[Row]) -> list[Bar]:
 def order_bars(
     pairs: dict[tuple[int, str, str], float], steps: Sequence[int]
 ) -> list[Bar]:
-    """Returns bars on the order of codes by error, for every code of the other moment.
+    """Returns targets for the order of codes by error, given the other moment's code.
 
-    A bar's measured value is the smallest ratio of the errors of two neighbours in the
-    paper's order, which holds if the ratio is above 1. The paper's errors of
+    A target's measured value is the smallest ratio of the errors of two neighbours in
+    the paper's order, which holds if the ratio is above 1. The paper's errors of
     E4M3+Expand and E5M2+Expand for the second moment differ by only 1%, so their order
     is not checked. DE8 is better for the first moment only after the ranges of groups
     have become narrow enough.
 
     Args:
       pairs: Errors by step, code of the first moment and code of the second moment.
-      steps: The steps to check. Only the last one is used for DE8 as the first moment's
-        code.
+      steps: The steps to check. For DE8 as the first moment's code, only the last step
+        is checked.
     """
     four, last = tuple(TABLE_1), steps[-1:]
     orders = (

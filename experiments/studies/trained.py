@@ -1,6 +1,6 @@
-"""Trainings of models on which errors are measured.
+"""Trains models on which errors are measured.
 
-The experiments on activations and gradients share this module and its flags.
+The experiments on activations and gradients share this module and its options.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from experiments.training.trainer import Trainer
 def trainer_and_inputs(
     settings: Settings, recipe: Recipe
 ) -> tuple[Trainer, llama.LlamaConfig, Inputs]:
-    """Returns the trainer, config and data of `experiments.pretrain` for one recipe."""
+    """Returns the trainer, config and data of `experiments.pretrain` for a recipe."""
     paths = [Path(path) for path in settings.data]
     corpus = data.load_corpus(paths, token_dtype=settings.token_dtype)
     inputs = pretrain.select_inputs(corpus, settings)
@@ -31,7 +31,7 @@ def trainer_and_inputs(
 
 
 def train(settings: Settings, recipe: Recipe) -> Trained:
-    """Trains the model of `experiments.pretrain` with one recipe; returns the model."""
+    """Trains the model of `experiments.pretrain` with a recipe, and returns it."""
     trainer, config, inputs = trainer_and_inputs(settings, recipe)
     state, batches = trainer.init(), train_batches(inputs, settings)
     for _ in tqdm(range(settings.steps), recipe, unit="step", disable=None):
@@ -45,9 +45,13 @@ def train(settings: Settings, recipe: Recipe) -> Trained:
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Returns a parser with the flags of `experiments.pretrain` for one training.
+    """Returns a parser with the options of `experiments.pretrain` for one training.
 
     The preset gives the settings that a command line does not give.
+
+    Args:
+      name: The program's module, without "experiments.".
+      description: The program's description.
     """
     top = arguments.training_parser(f"experiments.{name}", description)
     add = top.add_argument_group("what is trained, and where results go").add_argument
@@ -58,13 +62,15 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def train_as(flags: dict[str, Any]) -> Trained:
-    """Trains as the flags say; removes `recipe` from `flags`."""
+    """Trains a model according to `flags`, and removes `recipe` from them."""
     recipe = flags.pop("recipe", "bf16")
     return train(arguments.settings(flags), recipe)
 
 
 def results_file(name: str, flags: dict[str, Any]) -> Path:
-    """Returns the path of the results file; removes `out` from `flags`.
+    """Returns the path of the results file, and removes `out` from `flags`.
+
+    `name` is the name of the experiment.
 
     Raises:
       ValueError: If the file's folder does not exist.

@@ -4,8 +4,8 @@
 
 The command trains the model of `experiments.pretrain` with the recipe `bf16` and Lion,
 Muon, SGD with momentum, AdEMAMix or Adan. Each optimizer runs as optax provides it, and
-wrapped in `coat.with_quantized_state`. For each seed, all trainings start from one
-initialization and read the data in one order. Call the command again after an
+wrapped in `coat.with_quantized_state`. For each seed, all trainings start from the same
+initialization and read the data in the same order. Call the command again after an
 interruption, or with more seeds, and it runs only the missing trainings.
 """
 
@@ -35,9 +35,10 @@ def _lion(learning_rate, *, b1, b2, weight_decay, mask):
 
 
 def _muon(learning_rate, *, b1, b2, weight_decay, mask):
-    """Returns Muon for matrices, stacked layers included, and AdamW for the rest.
+    """Returns Muon for matrices and stacks of matrices, and AdamW for the rest.
 
-    The embedding is updated by AdamW, too.
+    The embedding is updated by AdamW, too. The arguments are the arguments of
+    `optax.adamw`.
     """
 
     def dimensions(params):
@@ -81,7 +82,12 @@ def _adan(learning_rate, *, b1, b2, weight_decay, mask):
 
 
 def _pair(name: str, make: Callable) -> tuple[Variant, Variant]:
-    """Returns an optimizer, and the same optimizer with moving averages in 8 bits."""
+    """Returns variants of an optimizer: as it is, and with moving averages in 8 bits.
+
+    Args:
+      name: The optimizer's name.
+      make: A function that returns the optimizer.
+    """
 
     def wrapped(*args, **kwargs):
         return coat.with_quantized_state(make(*args, **kwargs))
@@ -106,7 +112,7 @@ VARIANTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     program = "experiments.studies.wrapped"
     return compare(argv, VARIANTS, program, "wrapped_optimizers", __doc__)
 

@@ -1,1 +1,1 @@
-"""The trainer, and what trainings share: data, loop, checkpoints, rows, reports."""
+"""The trainer and its loop, with data, checkpoints, logs and reports of trainings."""

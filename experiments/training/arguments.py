@@ -1,4 +1,4 @@
-"""The command line of `experiments.pretrain`, and flags that other programs share."""
+"""The command line of `experiments.pretrain`, and options that other programs share."""
 
 import argparse
 import dataclasses
@@ -60,12 +60,12 @@ class Arguments:
     tensorboard: bool = False
 
     def settings(self) -> Settings:
-        """Returns the preset's settings, overridden by the given ones."""
+        """Returns the preset's settings, overridden by the command line's settings."""
         return settings(self.given)
 
 
 def settings(overrides: dict[str, Any]) -> Settings:
-    """Returns a preset's settings with `overrides`, which may name the preset."""
+    """Returns the settings of a preset with `overrides`, which can name the preset."""
     preset = PRESETS[overrides.get("preset", "cpu")].settings
     return dataclasses.replace(preset, **overrides)
 
@@ -73,7 +73,7 @@ def settings(overrides: dict[str, Any]) -> Settings:
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of `experiments.pretrain`.
 
-    Flags for settings have no defaults here: the preset or a resumed run has them.
+    Options for settings have no defaults here: the preset or a resumed run has them.
     """
     top = training_parser(
         "experiments.pretrain",
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_sizes(top: argparse.ArgumentParser) -> None:
-    """Adds the flags of the model's sizes."""
+    """Adds the options for the model's sizes to a parser."""
     add = top.add_argument_group("sizes in place of the preset's").add_argument
     add("--layers", type=int, metavar="N")
     add("--hidden", type=int, metavar="N", help="size of the residual stream")
@@ -99,7 +99,7 @@ def _add_sizes(top: argparse.ArgumentParser) -> None:
 
 
 def add_comparison(top: argparse.ArgumentParser) -> None:
-    """Adds the flags for recipes, precision, checkpoints and bad steps."""
+    """Adds the options for recipes, precision, checkpoints, bad steps and health."""
     add = top.add_argument_group("what is compared, and how it is kept").add_argument
     names = ",".join(RECIPES)
     add("--recipes", type=_names, help=f"some of {names} (bf16,coat)", metavar="A,B")
@@ -140,7 +140,7 @@ def add_comparison(top: argparse.ArgumentParser) -> None:
 
 
 def add_folder(top: argparse.ArgumentParser, default: str) -> None:
-    """Adds `--out`, `--tensorboard` and `--resume`.
+    """Adds the options `--out`, `--tensorboard` and `--resume` to a parser.
 
     The help of `--out` names the default folder, `default`.
     """
@@ -165,7 +165,7 @@ def add_folder(top: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_devices(top: argparse.ArgumentParser) -> None:
-    """Adds the flags for devices, processes, microbatches, release and profiles."""
+    """Adds the options for devices, processes, microbatches, release and profiles."""
     add = top.add_argument_group("devices").add_argument
     add(
         "--mesh",
@@ -195,9 +195,9 @@ def add_devices(top: argparse.ArgumentParser) -> None:
 
 
 def training_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser:
-    """Returns a parser with the flags of the model, its training and its data.
+    """Returns a parser with the options for the model, its training and its data.
 
-    A flag that is not given is not in the parsed namespace.
+    An option that is not given is not in the parsed namespace.
     """
     top = new_parser(module, doc, argument_default=argparse.SUPPRESS, **options)
     add_training(top)
@@ -219,7 +219,7 @@ def training_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentP
 
 
 def add_training(top: argparse.ArgumentParser) -> None:
-    """Adds the flags of the model and its training."""
+    """Adds the options for the model and its training to a parser."""
     add = top.add_argument_group("the model and how it is trained").add_argument
     add("--preset", choices=PRESETS, help="shape and settings (cpu)")
     add("--lr", type=float, help="peak learning rate")
@@ -235,7 +235,10 @@ def add_training(top: argparse.ArgumentParser) -> None:
 
 
 def add_batches(add: Callable[..., Any]) -> None:
-    """Adds the flags of a batch's size; `add` is the `add_argument` of a group."""
+    """Adds the options for the sizes of a batch.
+
+    `add` is the method `add_argument` of a group of options.
+    """
     add("--batch-size", type=int, help="sequences a step")
     add("--seq-len", type=int, help="tokens a sequence")
 
@@ -248,7 +251,15 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
 def parse_as[A: Arguments](
     kind: type[A], top: argparse.ArgumentParser, argv: Sequence[str] | None, runs: Path
 ) -> A:
-    """Parses a command line that starts or resumes a run, by default in `runs`."""
+    """Parses a command line that starts or resumes a run.
+
+    Args:
+      kind: The class of the result.
+      top: The parser.
+      argv: The command line; None means this process's.
+      runs: The folder of runs: of a new run by default, and of the latest run to
+        resume.
+    """
     flags = read(top, argv)
     resume = "resume" in flags
     out, resumed = flags.pop("out", None), flags.pop("resume", None)
@@ -277,7 +288,7 @@ def parse_as[A: Arguments](
 
 
 def read(top: argparse.ArgumentParser, argv: Sequence[str] | None) -> dict[str, Any]:
-    """Returns the flags that a command line gives, by name.
+    """Returns the options that a command line gives, by name.
 
     Lists become tuples, as in `Settings`.
     """
@@ -296,6 +307,6 @@ def _names(value: str) -> tuple[str, ...]:
 
 
 def path_name(value: str) -> str:
-    """Returns the absolute name of a path."""
+    """Returns the absolute path of a path, as a string; links are not resolved."""
     # A link keeps its name: the file that it leads to may have another suffix.
     return os.path.abspath(value)

@@ -1,4 +1,4 @@
-"""Bad steps: the loss above which a step is a spike, and messages about bad steps."""
+"""Rules for bad steps: the loss above which a step is a spike, and error messages."""
 
 import statistics
 from collections import deque
@@ -15,14 +15,14 @@ _NAMED = 3
 
 
 class BadStep(Exception):
-    """Raised if a training stops at a bad step; the message describes the step."""
+    """Raised when a training stops at a bad step; the message describes the step."""
 
 
 def recent_losses(rows: Iterable[Mapping[str, Any]]) -> deque[float]:
     """Returns the losses with which the next loss is compared, oldest first.
 
     Args:
-      rows: Rows of one recipe. Rows of skipped steps do not count.
+      rows: Rows of one recipe. The losses of skipped steps are ignored.
     """
     return deque((r["loss"] for r in rows if not r.get("skipped")), maxlen=LOSSES)
 
@@ -31,7 +31,7 @@ def loss_limit(losses: Sequence[float], spike: float | None) -> float:
     """Returns the largest loss that is not a spike.
 
     The limit is `spike` times the median of `losses`. If `spike` is None or there are
-    no losses, it is infinite.
+    no losses, the limit is infinite.
     """
     if spike is None or not losses:
         return float("inf")
@@ -39,7 +39,7 @@ def loss_limit(losses: Sequence[float], spike: float | None) -> float:
 
 
 def description(measured: Metrics, names: Sequence[str], limit: float) -> str:
-    """Returns a message about a bad step: its loss, and the gradients to blame.
+    """Returns a message about a bad step: its loss, and the gradients that caused it.
 
     The message names the first parameters with gradients that are not finite. If all
     gradients are finite, it names the parameter with the largest gradient norm.

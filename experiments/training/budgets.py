@@ -1,4 +1,4 @@
-"""Budgets of time: how long a step takes, and how many steps fit."""
+"""Time budgets: measures the time of a step, and computes how many steps fit."""
 
 import time
 
@@ -32,9 +32,9 @@ def seconds_per_step(
     batches: data.Batches,
     validation: list[np.ndarray],
 ) -> float:
-    """Measures the seconds of a step, with a step's share of the validations.
+    """Measures the seconds of a step, with its share of the time of validations.
 
-    Steps are timed on a state that is thrown away, because the learning rate schedule,
+    Steps are timed on a state that is discarded, because the learning rate schedule,
     and so every step, may depend on the result.
     """
     state, seconds = trainer.init(), []

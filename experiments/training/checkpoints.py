@@ -33,23 +33,23 @@ class Progress:
     """The part of a checkpoint that is not the training state.
 
     Attributes:
-      step: Number of steps done.
-      batches: State of the data iterator.
-      seconds: Total time of `timed_steps` steps, without validation and checkpoints,
-        on the present mesh.
-      timed_steps: Number of steps that `seconds` counts: all but the first of each
-        process.
-      device_peak_bytes: Peak memory of the device in bytes. None means that the device
-        does not report a peak, or that an earlier recipe of the process had a higher
-        one.
+      step: The number of steps done.
+      batches: The state of the data iterator.
+      seconds: The total time of `timed_steps` steps, without validation and
+        checkpoints, on the present mesh.
+      timed_steps: The number of steps that `seconds` counts: all except the first step
+        of each process.
+      device_peak_bytes: The peak memory of the device in bytes. None means that the
+        device does not report a peak, or that an earlier recipe of the process had a
+        higher peak.
       measured: Sizes, the compile time and the mesh, measured before the first step,
         and again on another mesh or with another number of microbatches.
       rows: Checksums of the recipe's rows up to this step, by the name of their file;
-        empty in checkpoints that were saved before there were such checksums.
-      skipped: Number of bad steps that updated nothing.
-      rollbacks: Number of returns to the checkpoint that `origin` names.
-      origin: Step of the checkpoint that a rollback returns to, or 0 for the initial
-        state. None means `step` itself. Only the checkpoint of a stop with
+        empty in older checkpoints, which were saved without these checksums.
+      skipped: The number of bad steps that updated nothing.
+      rollbacks: The number of returns to the checkpoint that `origin` names.
+      origin: The step of the checkpoint that a rollback returns to, or 0 for the
+        initial state. None means `step` itself. Only the checkpoint of a stop with
         `bad_step="rollback"` may name an earlier step, so that the stop changes no
         later step.
     """
@@ -89,10 +89,10 @@ class Progress:
 
 
 class _Heard:
-    """A stream in place of `sys.stderr` that forwards only the main thread's text.
+    """A stream that replaces `sys.stderr` and forwards only the main thread's text.
 
     The text of other threads is collected in `kept`. If a disk is full, orbax's threads
-    print tens of errors in addition to the error that is raised.
+    print many errors in addition to the error that is raised.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -115,7 +115,7 @@ class _Saving:
       path: The checkpoint's folder.
       origin: The `Progress.origin` of the checkpoint.
       written: The future of the thread's work, which has its error if it fails.
-      heard: The stream in place of `sys.stderr` until the checkpoint is written.
+      heard: The stream that replaces `sys.stderr` until the checkpoint is written.
     """
 
     path: Path
@@ -132,15 +132,19 @@ class Checkpoints:
     call, waits for the thread and raises its errors.
 
     The oldest checkpoint is deleted only when a new one is complete, and only if the
-    new one's `Progress.origin` does not name it. There is a list of the checksums of
-    every checkpoint's files. A checkpoint that differs from its list is moved to the
-    folder "damaged", and the checkpoint before it is used.
+    new one's `Progress.origin` does not name it. Each checkpoint has a list of its
+    files' checksums. A checkpoint that differs from its list is moved to the folder
+    "damaged", and the checkpoint before it is used.
 
     Each process writes the shards on its devices, and reads the shards that its devices
-    need, whatever mesh and number of processes saved them. All processes must call
-    `save`, `finish`, `state` and `roll_back` together. The main process may construct
-    this class and call `progress` without the others. It alone writes the lists and
-    deletes and moves checkpoints.
+    need. The mesh and the number of processes may differ from the ones at the time of
+    saving. All processes must call `save`, `finish`, `state` and `roll_back` together.
+    The main process may construct this class and call `progress` without the others.
+    Only the main process writes the lists and deletes and moves checkpoints.
+
+    Args:
+      folder: The folder of the checkpoints.
+      keep: The number of checkpoints that are kept.
 
     Raises:
       ValueError: If there are checkpoints, and all of them are damaged.
@@ -225,7 +229,7 @@ class Checkpoints:
         sys.stderr = self._saving.heard
 
     def _write(self, path: Path) -> None:
-        """Waits until a checkpoint is on disk, and writes its list of checksums."""
+        """Waits until a checkpoint is on disk, and writes the list of its checksums."""
         self._opened().wait_until_finished()
         if processes.is_main():
             checksums.write_list(path)
@@ -253,7 +257,7 @@ class Checkpoints:
         self._delete(step for step in older if step != saving.origin)
 
     def roll_back(self, step: int) -> None:
-        """Deletes all checkpoints of later steps than `step`.
+        """Deletes all checkpoints of steps after `step`.
 
         Raises:
           OSError: If the checkpoint of `step` is damaged or missing.
@@ -272,7 +276,7 @@ class Checkpoints:
         self._delete(later for later in steps if later > step)
 
     def _delete(self, steps: Iterable[int]) -> None:
-        """Deletes checkpoints; a killed process has deleted all or nothing of each."""
+        """Deletes checkpoints; if the process is killed, none is deleted in part."""
         aside = self._folder.parent / "deleted"
 
         def delete() -> None:
@@ -295,7 +299,7 @@ class Checkpoints:
         return Progress(**ocp.JsonCheckpointHandler().restore(steps[-1] / "progress"))
 
     def state(self, abstract: TrainState) -> TrainState:
-        """Returns the latest checkpoint's state, bit for bit.
+        """Returns the state in the latest checkpoint, bit for bit.
 
         Args:
           abstract: The shapes, dtypes and shardings of the state.
@@ -311,8 +315,8 @@ class Checkpoints:
 def _errors_of_disk(path: Path) -> Iterator[None]:
     """Converts tensorstore's errors of the operating system to OSError.
 
-    orbax also prints these errors. Its output is dropped if an OSError is raised, and
-    shown otherwise.
+    This happens in the context. orbax also prints these errors. Its output is dropped
+    if an OSError is raised, and shown otherwise.
     """
     output = io.StringIO()
     try:
@@ -334,7 +338,7 @@ def _errors_of_disk(path: Path) -> Iterator[None]:
 def _forget_tasks(error: BaseException) -> None:
     """Frees the tasks that an error in orbax left running, and hides their errors.
 
-    At exit they could not be freed, because modules that they need are then gone.
+    They cannot be freed at exit, because modules that they need are then gone.
     """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
@@ -368,5 +372,8 @@ def _check_space(folder: Path, state: TrainState) -> None:
 
 
 def _not_empty(state: TrainState) -> dict[str, Any]:
-    """Returns the fields that contain arrays; most runs have no amax histories."""
+    """Returns the fields of a state that contain arrays, by name.
+
+    Most runs have no amax histories.
+    """
     return {name: x for name, x in state._asdict().items() if jax.tree.leaves(x)}

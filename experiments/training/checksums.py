@@ -38,7 +38,7 @@ def file_checksum(path: Path) -> int:
 
 
 def value_checksum(value: Any) -> int:
-    """Returns the CRC-32 of a JSON value, whatever its order of keys."""
+    """Returns the CRC-32 of a JSON value; the order of keys does not matter."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
@@ -63,7 +63,7 @@ def damage(checkpoint: Path) -> str | None:
 def _listed_checksums(path: Path) -> dict[str, int] | None:
     """Returns the checksums in a list, or None if the list is damaged.
 
-    Older lists are the dictionary of checksums alone, without a checksum of itself.
+    Older lists are only the dictionary of checksums, without their own checksum.
     """
     try:
         listed = read_json(path)

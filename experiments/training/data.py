@@ -33,7 +33,8 @@ class Corpus:
     Attributes:
       train: One-dimensional arrays of integers, in memory or memory-mapped.
       validation: The same kind of arrays, disjoint from `train`.
-      vocab_size: Size of the vocabulary; None for token files, which do not state it.
+      vocab_size: The size of the vocabulary; None for token files, which do not state
+        it.
       token: The unit of the tokens: "byte" or "token".
       source: The name of the data in messages.
     """
@@ -47,8 +48,8 @@ class Corpus:
     def fingerprint(self) -> str:
         """Returns a hash of the tokens.
 
-        Arrays of up to 2**27 tokens (256 MiB of uint16) are hashed as a whole. Of a
-        longer array only a sample of chunks is hashed.
+        Arrays of up to 2**27 tokens (256 MiB of uint16) are hashed completely. For
+        longer arrays only a sample of chunks is hashed.
         """
         digest = hashlib.blake2b(digest_size=16)
         for array in (*self.train, *self.validation):
@@ -74,16 +75,17 @@ def load_corpus(
     Args:
       paths: Files, or folders that are searched for files: either .txt, .py and .jsonl,
         or .npy and .bin. Empty means the source of Python's standard library.
-      tokenizer: "bytes", or "bpe" to train a BPE on the training text.
-      vocab_size: Vocabulary size of the BPE.
-      token_dtype: Dtype of token files without a NumPy header.
-      cache: Folder that stores the trained BPE as tokenizer.json; needed for "bpe".
+      tokenizer: "bytes", or "bpe" to train a BPE tokenizer on the training text.
+      vocab_size: The vocabulary size of the BPE tokenizer.
+      token_dtype: The dtype of token files without a NumPy header.
+      cache: The folder that stores the trained tokenizer as tokenizer.json; needed for
+        "bpe".
 
     Raises:
       FileNotFoundError: If there is no file at a path.
-      ValueError: If a file is of another kind, or does not hold what its name says, or
-        text and tokens are mixed. With "bpe" also if a text is not UTF-8, if files hold
-        tokens, or if `vocab_size` or `cache` is missing.
+      ValueError: If a file is of another kind, or its content is not what its name
+        says, or text and tokens are mixed. With "bpe" also if a text is not UTF-8, if
+        files hold tokens, or if `vocab_size` or `cache` is missing.
 
     Examples:
       >>> corpus = load_corpus()
@@ -130,8 +132,8 @@ class Windows:
     another.
 
     Args:
-      arrays: Arrays of tokens.
-      length: Tokens to predict in a window.
+      arrays: The arrays of tokens.
+      length: The number of tokens to predict in a window.
       source: The name of the data in messages.
 
     Raises:
@@ -165,7 +167,7 @@ class Windows:
 
 
 def check_tokens(corpus: Corpus, vocab_size: int) -> None:
-    """Raises ValueError, naming the file, if a token is outside the vocabulary."""
+    """Raises ValueError, with the file's name, if a token is outside the vocabulary."""
     for split in ("training", "validation"):
         for array in corpus.train if split == "training" else corpus.validation:
             for start in range(0, array.size, _SCANNED):
@@ -181,7 +183,7 @@ def check_tokens(corpus: Corpus, vocab_size: int) -> None:
 
 
 def _outside(tokens: np.ndarray, vocab_size: int) -> int | None:
-    """Returns the index of a token outside the vocabulary, or None if all are in it."""
+    """Returns the index of a token outside the vocabulary, or None if there is none."""
     if int(tokens.max()) >= vocab_size:
         return int(tokens.argmax())
     return int(tokens.argmin()) if int(tokens.min()) < 0 else None
@@ -194,7 +196,7 @@ def train_batches(
     seed: int,
     rows: Int64[np.ndarray, " rows"] | None = None,
 ) -> Batches:
-    """Returns an endless iterator of batches; `seed` decides the order of each epoch.
+    """Returns an endless iterator of batches, with another random order in each epoch.
 
     The iterator's `get_state()` is a small dictionary; `set_state` continues from it.
     The state is the same for all `rows`.
@@ -202,7 +204,7 @@ def train_batches(
     Args:
       windows: The windows.
       batch_size: The number of windows of a batch.
-      seed: The seed of the order.
+      seed: The seed of the orders.
       rows: The rows of each batch that are read and returned; None means all.
     """
     # Indices are shuffled, not windows, so that a process reads only its own windows.
@@ -226,7 +228,7 @@ def validation_batches(
     """Returns `count` batches of randomly chosen windows, the same for every run.
 
     If there are too few windows, there are fewer batches. If there are fewer windows
-    than `batch_size`, there is one smaller batch, of a multiple of `multiple` windows.
+    than `batch_size`, there is one smaller batch. Its size is a multiple of `multiple`.
 
     Raises:
       ValueError: If there are fewer than `multiple` windows.
@@ -250,7 +252,10 @@ def _name(paths: Sequence[Path]) -> str:
 
 
 def _token_corpus(paths: Sequence[Path], dtype: TokenDtype, source: str) -> Corpus:
-    """Memory-maps token files; the last twentieth of each is for validation."""
+    """Returns a corpus of memory-mapped token files.
+
+    The last twentieth of each file is for validation.
+    """
     arrays = [_map_tokens(path, dtype) for path in paths]
     cuts = [int(array.size * (1 - text.VALIDATION_SHARE)) for array in arrays]
     return Corpus(
@@ -263,7 +268,11 @@ def _token_corpus(paths: Sequence[Path], dtype: TokenDtype, source: str) -> Corp
 
 
 def _map_tokens(path: Path, dtype: TokenDtype) -> np.ndarray:
-    """Memory-maps a token file, with or without NumPy's header."""
+    """Memory-maps a token file, with or without NumPy's header.
+
+    Raises:
+      ValueError: If the file's content is not an array of tokens.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         has_header = file.read(len(files.NUMPY)) == files.NUMPY
@@ -298,7 +307,11 @@ def _check_width(array: np.memmap, path: Path) -> None:
 
 
 def _with_header(path: Path) -> np.memmap:
-    """Memory-maps an .npy file; raises ValueError if its header is damaged."""
+    """Memory-maps an .npy file.
+
+    Raises:
+      ValueError: If the file's header is damaged.
+    """
     with path.open("rb") as file:
         start = file.read(12)
     size = int.from_bytes(start[8 : 10 if start[6:7] == b"\1" else 12], "little")

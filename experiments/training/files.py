@@ -1,7 +1,7 @@
-"""Files of a corpus: where they are, and whether they hold what their names say.
+"""Finds the files of a corpus, and checks whether their content fits their names.
 
-Files may come from anywhere. A file is opened only once it is known to be a regular
-file, and its first bytes say whether it is text, tokens, or something else.
+Files may come from anywhere. A file is opened only after it is known to be a regular
+file. Its first bytes show whether it is text, tokens, or something else.
 """
 
 import codecs
@@ -88,7 +88,7 @@ def is_tokens(path: Path) -> bool:
 
 
 def check_texts(files: Iterable[Path]) -> None:
-    """Raises ValueError, naming the file, if files are not text or exceed the memory.
+    """Raises ValueError, with the file's name, unless files are text and fit in memory.
 
     Text of any encoding without NUL bytes is accepted; UTF-16 is not.
     """
@@ -111,7 +111,7 @@ def check_texts(files: Iterable[Path]) -> None:
 
 
 def check_raw_tokens(path: Path) -> None:
-    """Raises ValueError, naming the file, if it cannot be tokens without a header."""
+    """Raises ValueError, with the file's name, if it cannot be a raw token array."""
     head, tail = _ends(path)
     if kind := _signature(head, tail) or ("text" if _is_text(head) else None):
         raise ValueError(f"{path} must be a token array, but its content is {kind}")
@@ -119,7 +119,7 @@ def check_raw_tokens(path: Path) -> None:
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Returns a context manager that adds the file's name to OSErrors of reads."""
+    """Adds the file's name to OSErrors of reads in this context."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Gradients of a batch, accumulated over its microbatches."""
+"""Computes the gradients of a batch as sums over its microbatches."""
 
 from collections.abc import Callable
 from typing import Any

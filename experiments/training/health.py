@@ -1,8 +1,8 @@
 """Reports of amax, saturation and underflow during a run.
 
 A step with reports returns statistics of the parameters, the gradients, the FP8 moments
-and the activations of its batch. Activations are computed in one more forward pass, by
-plain JAX functions in the dtype of the computation.
+and the activations of its batch. Activations are computed in an additional forward
+pass, by plain JAX functions in the dtype of the computation.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ Reports = dict[str, Any]
 def reports(
     model: llama.Llama, tokens: Int[Array, "b s"], grads: nnx.State, opt_state: Any
 ) -> Reports:
-    """Returns the reports of a step, by the kind of array; a pytree.
+    """Returns the reports of a step as a pytree, by the kind of array.
 
     Args:
       model: The model with the parameters before the step.
@@ -52,7 +52,7 @@ def reports(
 
 
 def rows(by_kind: Reports) -> Iterator[dict[str, Any]]:
-    """Yields the statistics of a step's reports as flat dictionaries."""
+    """Yields the statistics of a step's reports as flat rows."""
     for kind, report in by_kind.items():
         for layer_report in report if isinstance(report, tuple) else (report,):
             yield from ({"of": kind} | row for row in layer_report.rows())
@@ -63,7 +63,7 @@ def _is_quantized(leaf: Any) -> bool:
 
 
 def _activations(model: llama.Llama, tokens: Int[Array, "b s"]) -> tuple[Any, Any]:
-    """Returns two reports by layer, of matmuls' operands and of saved arrays."""
+    """Returns two reports by layer: of matmuls' operands, and of saved arrays."""
     config = model.config
     graph, stacked = nnx.split(model.layers)
 
@@ -79,7 +79,10 @@ def _activations(model: llama.Llama, tokens: Int[Array, "b s"]) -> tuple[Any, An
 def _tapped(
     layer: DecoderLayer, x: Float[Array, "b s h"]
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-    """Returns a layer's output, its matmuls' inputs, and arrays saved for backward."""
+    """Returns a layer's output, its matmuls' inputs, and its saved arrays, by name.
+
+    Saved arrays are the arrays that the backward pass reads.
+    """
 
     def product(x, weight):
         return jnp.tensordot(x, weight[...].astype(x.dtype), axes=(-1, -1))

@@ -1,4 +1,4 @@
-"""Plots health.png: amax and underflow of a run's arrays."""
+"""Draws health.png: amax and underflow of a run's arrays."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +19,12 @@ _COLORS = {
 
 
 def plot_health(run: Run) -> Figure | None:
-    """Draws health.png in the run's folder; returns None if there are no reports.
+    """Draws health.png in the run's folder, and returns the figure.
 
     There is one column per recipe. The top row shows the amax of each kind of array.
     The middle row shows the share of elements that underflow, without the moments. The
-    bottom row is a map of the activations' amax by step and layer.
+    bottom row is a map of the activations' amax by step and layer. Without reports
+    nothing is drawn, and the result is None.
     """
     rows = run.rows("health")
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
@@ -59,7 +60,7 @@ def plot_health(run: Run) -> Figure | None:
 def _by_step(
     rows: list[dict[str, Any]], statistic: Callable[[list], float]
 ) -> tuple[list[int], list[float]]:
-    """Returns the steps, and a statistic of each step's rows."""
+    """Returns the steps, and a statistic of the rows of each step."""
     steps = sorted({row["step"] for row in rows})
     return steps, [statistic([r for r in rows if r["step"] == s]) for s in steps]
 

@@ -1,6 +1,6 @@
-"""Reacts to Ctrl-C at once, even while the main thread is inside C++.
+"""Reacts to Ctrl-C at once, even while the main thread runs C++ code.
 
-This module imports the standard library alone, so that Ctrl-C works while packages are
+This module imports only the standard library, so that Ctrl-C works while packages are
 imported, which takes seconds.
 """
 
@@ -48,7 +48,7 @@ def run_module(load: "Callable[[], Callable[[None, Interrupts], int]]") -> NoRet
 
 
 def run(work: "Callable[[Interrupts], int]") -> int:
-    """Runs `work` and returns its exit code, or `STOPPED` if a signal ended it."""
+    """Returns the exit code of `work`, or `STOPPED` if a signal ended it."""
     interrupts = Interrupts()
     try:
         with interrupts:
@@ -67,10 +67,10 @@ class Interrupts:
     KeyboardInterrupt. The process ends without this exception within `abrupt`, at a
     second signal, or if the main thread does not return from C++ within a second.
 
-    Python runs signal handlers in the main thread alone, once it has returned from C++.
-    A thread therefore reads the numbers that `signal.set_wakeup_fd` writes to a pipe.
-    An event loop may replace this descriptor for a while, so the handlers write to the
-    pipe, too.
+    Python runs signal handlers only in the main thread, after it has returned from C++.
+    Therefore another thread reads the numbers that `signal.set_wakeup_fd` writes to a
+    pipe. An event loop may replace this descriptor for a while, so the handlers write
+    to the pipe, too.
 
     Attributes:
       raised: Whether a signal has raised KeyboardInterrupt.
@@ -92,7 +92,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Lets a block continue after a first signal; the block must check `made`."""
+        """Lets this context continue after a first signal; it must check `made`."""
         self._is_deferred = True
         try:
             yield
@@ -101,9 +101,10 @@ class Interrupts:
 
     @contextlib.contextmanager
     def abrupt(self) -> Iterator[None]:
-        """Lets a signal end the process at once, without KeyboardInterrupt.
+        """Makes a signal end the process at once in this context.
 
-        An import of compiled code would print or swallow KeyboardInterrupt.
+        No KeyboardInterrupt is raised: an import of compiled code would print or
+        swallow it.
         """
         self._is_abrupt = True
         try:
@@ -113,7 +114,10 @@ class Interrupts:
 
     @contextlib.contextmanager
     def temporary_folder(self) -> Iterator[Path]:
-        """Creates a folder that is removed even if the main thread is stuck in C++."""
+        """Yields a new folder, which is removed at the end of this context.
+
+        It is removed even if the process ends while the main thread is in C++.
+        """
         with tempfile.TemporaryDirectory() as folder:
             self._folders.append(folder)
             yield Path(folder)
@@ -144,11 +148,11 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _answer(self) -> str:
-        """Returns the message about the first signal; the first call decides it."""
+        """Returns the message about the first signal; the first call chooses it."""
         return self._answers.setdefault(None, _LATER if self._is_deferred else _NOW)
 
     def _watch(self) -> None:
-        """Reacts to the signals in the pipe, until the byte `_CLOSE` ends the loop."""
+        """Reacts to the signals in the pipe, until it reads the byte `_CLOSE`."""
         counts: Counter[bool] = Counter()
         deadline = None
         while True:
@@ -178,6 +182,6 @@ class Interrupts:
 
 
 def _say(line: str) -> None:
-    """Prints a line, on a terminal below the progress bar and the echoed ^C."""
+    """Prints a line; on a terminal it is below the progress bar and the echoed ^C."""
     with contextlib.suppress(OSError, ValueError):
         print(f"\n{line}" if sys.stdout.isatty() else line, flush=True)

@@ -1,4 +1,4 @@
-"""Programs that train with several recipes, one after the other, in a folder."""
+"""Programs that train with several recipes, one after another, in a run's folder."""
 
 import contextlib
 import dataclasses
@@ -34,11 +34,11 @@ class Inputs:
     """The data that every recipe of a run reads, and the mesh of the trainings.
 
     Attributes:
-      windows: Sequences to train on.
-      validation: Batches to validate on.
-      vocab_size: Size of the vocabulary.
+      windows: The sequences to train on.
+      validation: The batches to validate on.
+      vocab_size: The size of the vocabulary.
       token: The unit of the tokens: "byte" or "token".
-      mesh: The mesh that trainings are spread over; None means the first device.
+      mesh: The mesh that trainings are sharded over; None means the first device.
     """
 
     windows: data.Windows
@@ -48,12 +48,12 @@ class Inputs:
     mesh: Mesh | None = None
 
     def trainer(self, settings: Settings, recipe: Recipe, steps: int) -> Trainer:
-        """Returns a recipe's trainer for these inputs, not yet compiled."""
+        """Returns a recipe's trainer for `steps` steps, not yet compiled."""
         config = model_config(settings, recipe, self.vocab_size)
         return Trainer(config, settings, steps=steps, mesh=self.mesh)
 
     def measure(self, trainer: Trainer, state: TrainState) -> dict[str, float]:
-        """Validates a state; returns entries of a step's row."""
+        """Validates a state, and returns the results as entries of a step's row."""
         return {"val_loss": trainer.evaluate(state, self.validation)}
 
 
@@ -72,7 +72,7 @@ def validation_batches(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A program that trains with several recipes, one after the other, in a folder.
+    """A program that trains with several recipes, one after another, in a folder.
 
     Attributes:
       module: The program's module, as `python -m` takes it.
@@ -80,8 +80,8 @@ class Job:
       kind: The class of the program's runs.
       opened: A function that opens or creates a run and its inputs. If settings or data
         are invalid, it raises an error before it writes run.json.
-      inputs: A function that returns the inputs of a run that has begun. It raises
-        ValueError if the data has changed since.
+      inputs: A function that returns the inputs of a run that has begun earlier. It
+        raises ValueError if the data has changed since then.
       report: A function that writes the results of a finished run to its folder, and
         returns a table of the results for a terminal.
     """
@@ -102,7 +102,7 @@ class Job:
 def prepared(
     job: Job, args: arguments.Arguments, stop: Interrupts
 ) -> tuple[Run, Inputs]:
-    """Opens or creates a run and its inputs, in the main process first.
+    """Opens or creates a run and its inputs, in the main process before the others.
 
     Raises:
       OSError: If any process raised OSError.
@@ -125,7 +125,7 @@ def prepared(
 
 
 def run_job(job: Job, argv: Sequence[str] | None, stop: Interrupts) -> int:
-    """Runs a job until it is done or `stop` has a signal; returns an exit code."""
+    """Runs a job until it is finished or `stop` has a signal; returns an exit code."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Errors are raised, too.
     args = job.parse(argv)
     try:
@@ -147,7 +147,7 @@ def run_job(job: Job, argv: Sequence[str] | None, stop: Interrupts) -> int:
 def _trained(
     job: Job, run: Run, inputs: Inputs, args: arguments.Arguments, stop: Interrupts
 ) -> int:
-    """Trains with all recipes and reports; returns an exit code."""
+    """Trains with all recipes and reports the results; returns an exit code."""
     print(f"{run.folder}: {', '.join(run.settings.recipes)}", flush=True)
     resume = job.resume_command(run.folder, inputs.mesh)
     try:
@@ -182,7 +182,7 @@ def train(
     profile: Path | None = None,
     board: Path | None = None,
 ) -> None:
-    """Trains a recipe from its latest checkpoint to the last step, or until a stop.
+    """Trains with a recipe, from its latest checkpoint to the last step or a stop.
 
     Args:
       run: The run.
@@ -254,10 +254,11 @@ def _train(
 def compile_trainer(
     run: Run, recipe: Recipe, inputs: Inputs, first_step: int
 ) -> Trainer:
-    """Compiles a recipe's trainer; the first recipe also fixes the number of steps.
+    """Compiles and returns the trainer of a recipe.
 
-    Prints what is compiled, the compile time, and about how long the steps after
-    `first_step` will take.
+    If the number of steps depends on a time budget, the first recipe's trainer sets it.
+    The function prints what is compiled, the compile time, and about how long the steps
+    after `first_step` will take.
     """
     settings, trainer = run.settings, _trainer(run, recipe, inputs)
     where = jax.devices()[0].device_kind
@@ -305,7 +306,7 @@ def first_state(
     """Returns the state and the batches to start from: a checkpoint's or new ones.
 
     The trainer's measurements are stored in `progress`. On another mesh, or with
-    another number of microbatches, its times start again from zero.
+    another number of microbatches, the measured times start again from zero.
     """
     batches = train_batches(inputs, run.settings)
     current = report.measured(trainer, run.settings)
@@ -322,7 +323,7 @@ def first_state(
 
 
 def train_batches(inputs: Inputs, settings: Settings) -> data.Batches:
-    """Returns the training batches, in the order that all recipes share."""
+    """Returns an iterator of training batches, in the order that all recipes share."""
     return data.train_batches(
         inputs.windows,
         batch_size=settings.batch_size,

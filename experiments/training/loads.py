@@ -1,4 +1,4 @@
-"""The loads of experts, as entries of a step's row."""
+"""The loads of experts as entries of a step's row."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from coat_jax.layers.experts.routing import Routing
 
 
 def loads(routing: Routing | None) -> dict[str, float]:
-    """Returns the entries about experts of a step's row; empty without experts.
+    """Returns the entries of a step's row about experts; empty without experts.
 
     Loads are relative to the mean: an expert with twice the mean load has 2.
 

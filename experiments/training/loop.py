@@ -39,7 +39,7 @@ _PROFILED = range(2, 5)  # Steps of the process, counted from 0, that are profil
 
 @dataclasses.dataclass(kw_only=True)
 class Loop:
-    """The training of one recipe, from its state after some step to the last step.
+    """The training of one recipe, from a state after some steps to the last step.
 
     Attributes:
       run: The run.
@@ -49,12 +49,13 @@ class Loop:
       checkpoints: The recipe's checkpoints.
       logs: The logs of steps, of FP8 moments, and of reports of amax, saturation and
         underflow, by name.
-      progress: The number of steps done, and what else checkpoints store with a state.
+      progress: The number of steps done, and other values that checkpoints store with a
+        state.
       state: The state after these steps.
       batches: The iterator of the next batches.
       peak_before: The device's peak memory before this recipe was compiled, in bytes.
       profile: The folder for a profile of a few steps; None means no profile.
-      board: The writer of rows for TensorBoard; None means that there is none.
+      board: The writer of rows for TensorBoard; None means no TensorBoard.
     """
 
     run: Run
@@ -105,7 +106,7 @@ class Loop:
                     return
 
     def _profile(self, profiling: contextlib.ExitStack) -> None:
-        """Starts the profile before its first step, and ends it after its last."""
+        """Starts the profile before its first step, and ends it after its last step."""
         if self.profile is None:
             return
         if self._done == _PROFILED.start:
@@ -119,7 +120,7 @@ class Loop:
         return step == self.run.steps or step % every == 0
 
     def _step(self) -> dict[str, Any] | None:
-        """Runs a step and returns its row, or None if the step led to a rollback."""
+        """Runs a step and returns its row, or None if the step caused a rollback."""
         step = self.progress.step + 1
         limit = loss_limit(self._losses, self.run.settings.spike)
         every = self.run.settings.health_every
@@ -155,6 +156,11 @@ class Loop:
     def _answer(self, step: int, problem: str, skip: str) -> str:
         """Prints and returns the reaction to a bad step: "skip" or "rollback".
 
+        Args:
+          step: The number of the step.
+          problem: The problem, as the message says it.
+          skip: The words of the message for "skip".
+
         Raises:
           BadStep: If the training must stop.
         """
@@ -168,10 +174,10 @@ class Loop:
         return reaction
 
     def _roll_back(self) -> None:
-        """Restores the checkpoint of step `progress.origin`, but not its batches.
+        """Restores the checkpoint of step `progress.origin`, except for its batches.
 
         A process that is killed before the next checkpoint resumes from this one, and
-        meets the bad batch again.
+        reads the bad batch again.
         """
         step = self.progress.step = self.progress.origin
         self.progress.rollbacks += 1
@@ -196,8 +202,8 @@ class Loop:
     def _validate(self, row: dict[str, Any]) -> str | None:
         """Validates the state, and adds the results to `row`.
 
-        Parameters may give NaN for some inputs alone, which training may not meet for
-        a long time.
+        Parameters may give NaN only for some inputs, which training may not read for a
+        long time.
 
         Returns:
           The reaction to results that are not finite; None if all are finite.
@@ -213,7 +219,7 @@ class Loop:
         return reaction
 
     def _write(self, log: Log, row: dict[str, Any]) -> None:
-        """Writes a row to a log, and for TensorBoard."""
+        """Writes a row to a log, and for TensorBoard if there is a writer."""
         self.logs[log].write(row)
         if self.board is not None:
             self.board.write(row)
@@ -225,7 +231,7 @@ class Loop:
         self.checkpoints.save(self.state, self.progress)
 
     def _show(self, row: dict[str, Any]) -> None:
-        """Shows a row's loss and learning rate, the speed and the memory."""
+        """Shows a row's loss and learning rate, the speed and the peak memory."""
         shown = {"loss": f"{row['loss']:.3f}", "lr": f"{row['lr']:.1e}"}
         if rate := self.progress.tokens_per_s(self.run.settings):
             shown["tokens/s"] = f"{rate:,.0f}"

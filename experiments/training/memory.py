@@ -1,4 +1,4 @@
-"""The error of a training that runs out of memory, and its message."""
+"""The error when a training runs out of memory, and its message."""
 
 import math
 
@@ -17,12 +17,12 @@ class OutOfMemory(Exception):
 
 
 def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
-    """Returns whether an error of JAX says that memory ran out."""
+    """Returns whether an error of JAX reports that memory ran out."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def description(trainer: Trainer, settings: Settings) -> str:
-    """Returns the message of `OutOfMemory`: what a step stores on each device."""
+    """Returns the message of `OutOfMemory`, with the sizes of a step on each device."""
     state, mesh = trainer.abstract_state(), trainer.mesh
     params, moments = shard_bytes(state.params), shard_bytes(state.opt_state)
     wide = sum(math.prod(shard_shape(x)) * 4 for x in jax.tree.leaves(state.params))

@@ -1,4 +1,4 @@
-"""Plots moments.png: statistics of the FP8 moments during a run."""
+"""Draws moments.png: statistics of the FP8 moments during a run."""
 
 import dataclasses
 from typing import Any
@@ -17,12 +17,13 @@ _BINS = 16
 
 
 def plot_moments(run: Run) -> Figure | None:
-    """Draws moments.png in the run's folder; returns None if there are no FP8 moments.
+    """Draws moments.png in the run's folder, and returns the figure.
 
     There is one column per recipe. The top row shows the exponents k of dynamic range
-    expansion, as a map if each group has its own k. The middle row shows the share of
+    expansion, as a map if each group has its own k. The middle row shows the shares of
     codes at zero and at the format's maximum. The bottom row shows the error that
-    rounding causes in updates, with its range over parameters.
+    rounding causes in updates, with its range over parameters. Without FP8 moments
+    nothing is drawn, and the result is None.
     """
     rows = run.rows("moments")
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
@@ -53,11 +54,11 @@ class History:
       steps: The steps at which the moment was measured.
       power: The exponent k of dynamic range expansion that all groups share, or None if
         each group has its own.
-      powers: Share of groups with k in [0, 1), [1, 2), ... [15, 16); all zeros if
+      powers: The share of groups with k in [0, 1), [1, 2), ... [15, 16); all zeros if
         groups share one k.
-      zero_share: Share of codes that are zero, over all parameters.
-      max_share: Share of codes at the format's maximum, over all parameters.
-      error: Root mean square of the update error, over all elements.
+      zero_share: The share of codes that are zero, over all parameters.
+      max_share: The share of codes at the format's maximum, over all parameters.
+      error: The root mean square of the update error, over all elements.
       error_range: The smallest and the largest error of a single parameter.
     """
 
@@ -71,7 +72,7 @@ class History:
 
     @classmethod
     def of(cls, rows: list[dict[str, Any]]) -> "History":
-        """Builds the history from the rows of moments.jsonl of one recipe and moment.
+        """Returns the history in the rows of moments.jsonl for one recipe and moment.
 
         Means over parameters are weighted by the parameters' sizes.
         """
@@ -107,7 +108,7 @@ class History:
 
 
 def _draw_powers(axes: Axes, history: History, moment: str) -> None:
-    """Draws a map of the groups' own k, or a line for the k that all groups share."""
+    """Draws a map of the exponents k of groups, or a line for a k that all share."""
     if history.power is not None:
         style = dict(color=_COLORS[moment], linewidth=1.4)
         axes.axhline(

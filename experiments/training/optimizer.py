@@ -18,15 +18,16 @@ class OptimizerSettings:
     """The settings of every training's optimizer.
 
     Attributes:
-      steps: Largest number of optimizer steps.
-      batch_size: Sequences per step.
-      lr: Peak learning rate, reached after the warm-up. A cosine then lowers it.
-      end_lr: Learning rate of the last step, as a fraction of the peak.
-      warmup_steps: Steps of the linear warm-up; at most a tenth of all steps are used.
-      weight_decay: Weight decay of matrices; the scales of norms do not decay.
-      b1: Decay rate of the first moment.
-      b2: Decay rate of the second moment.
-      clip_norm: Global norm to which gradients with a larger norm are scaled down.
+      steps: The largest number of optimizer steps.
+      batch_size: The number of sequences per step.
+      lr: The peak learning rate, reached after the warm-up. A cosine then lowers it.
+      end_lr: The learning rate of the last step, as a fraction of the peak.
+      warmup_steps: The number of steps of the linear warm-up; at most a tenth of all
+        steps are used.
+      weight_decay: The weight decay of weights; the parameters of norms do not decay.
+      b1: The decay rate of the first moment.
+      b2: The decay rate of the second moment.
+      clip_norm: The global norm to which gradients with a larger norm are scaled down.
     """
 
     steps: int
@@ -41,7 +42,11 @@ class OptimizerSettings:
 
 
 def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
-    """Returns a linear warm-up, and then a cosine down to `end_lr` times the peak."""
+    """Returns the schedule: a linear warm-up, then a cosine down to the end.
+
+    `steps` is the length of the schedule. Its last learning rate is `end_lr` times the
+    peak.
+    """
     warmup_steps = min(settings.warmup_steps, steps // 10)
     return optax.warmup_cosine_decay_schedule(
         init_value=settings.lr / (warmup_steps + 1),
@@ -56,7 +61,7 @@ class Optimizer(NamedTuple):
     """A variant of AdamW with optax's arguments.
 
     Attributes:
-      adamw: `optax.adamw`, `coat.fp8_adamw` with any options of its own, or another
+      adamw: `optax.adamw`, `coat.fp8_adamw` with any further options, or another
         function with the same arguments.
       fused: Whether `adamw` is `coat.fp8_adamw`, and its steps run in
         `coat.fused_update`.
@@ -67,15 +72,16 @@ class Optimizer(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Optimizer":
-        """Returns the optimizer of a recipe."""
+        """Returns the optimizer of the recipe named `recipe`."""
         return cls(RECIPES[recipe].optimizer, fused=recipe in COAT_RECIPES)
 
     def transformation(
         self, settings: OptimizerSettings, steps: int, *, clips: bool = True
     ) -> optax.GradientTransformation:
-        """Returns the optimizer, with gradient clipping before it if `clips`.
+        """Returns the optimizer, after gradient clipping if `clips`.
 
-        The moments are FP8 if `fused` and float32 otherwise, for any parameter dtype.
+        `steps` is the length of the learning rate schedule. Moments are FP8 if `fused`
+        and otherwise float32, for any parameter dtype.
         """
         tx = optax.chain(
             optax.clip_by_global_norm(settings.clip_norm)
@@ -93,9 +99,9 @@ class Optimizer(NamedTuple):
 
 
 def is_matrix(params: nnx.State) -> Any:
-    """Returns a tree of booleans: False for the scales of norms, which do not decay.
+    """Returns a tree of booleans: whether each parameter decays.
 
-    A parameter belongs to a norm if its path contains "norm".
+    The parameters of norms do not decay: their paths contain "norm".
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: "norm" not in jax.tree_util.keystr(path), params

@@ -1,4 +1,4 @@
-"""Draws training curves of recipes, and differences to the first recipe's."""
+"""Draws training curves of recipes, and differences to the first recipe's curve."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,7 +69,7 @@ def draw_losses(
 def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, " n"]:
     """Returns the mean of each value and up to `window - 1` values before it.
 
-    Values that are not finite are left out. The mean of such values alone is NaN.
+    Values that are not finite are left out. The mean is NaN if no value is finite.
     """
     finite = np.isfinite(x)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, x, 0))])
@@ -83,8 +83,8 @@ def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, 
 def curve(losses: Float[np.ndarray, " n"]) -> dict[str, list[float]]:
     """Returns means of losses over equally long blocks, and each block's last step.
 
-    There are at most 200 blocks, to keep results files small. A last block that would
-    be shorter is dropped.
+    There are at most 200 blocks, to keep results files small. If the last block would
+    be shorter than the others, it is dropped.
     """
     each = -(-len(losses) // _CURVE_POINTS)
     ends = list(range(each, len(losses) + 1, each))
@@ -93,7 +93,9 @@ def curve(losses: Float[np.ndarray, " n"]) -> dict[str, list[float]]:
 
 
 def draw_curves(curves: Sequence[Mapping[str, Any]], title: str, unit: str) -> Figure:
-    """Draws losses by recipe, averaged over seeds, above gaps to the first recipe.
+    """Draws losses by recipe, averaged over seeds, and below them their gaps.
+
+    The gaps are relative differences to the first recipe.
 
     Args:
       curves: Rows with "recipe", and "steps" and "losses" as `curve` returns them.
@@ -133,7 +135,7 @@ def _xy(points: Mapping[int, float]) -> tuple[list[int], list[float]]:
 
 
 def _interesting(metrics: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Returns y limits that cut off the steep fall of the loss in the first steps."""
+    """Returns y limits that exclude the steep fall of the loss in the first steps."""
     values = [row[k] for row in metrics for k in ("loss", "val_loss") if k in row]
     values = np.array(values)[np.isfinite(values)]
     low, high = np.quantile(values, (0.0, 0.95)) if values.size else (0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Processes that train together; the main process alone writes and prints.
+"""Processes that train together; only the main process writes and prints.
 
 The processes run the same steps of the same program. Files and clocks may differ among
 them, so decisions that depend on files or clocks are made by the main process, or by
@@ -34,7 +34,7 @@ class Cluster:
     Attributes:
       count: The number of processes; None means that JAX finds all three values in the
         environment.
-      index: The index of this process; 0 is the main one.
+      index: The index of this process; 0 is the main process.
       coordinator: The address of the main process, as HOST:PORT.
     """
 
@@ -46,10 +46,15 @@ class Cluster:
     def of(
         cls, processes: str | None, index: int | None, coordinator: str | None
     ) -> "Cluster | None":
-        """Returns the processes that the flags name; None without any flag.
+        """Returns the processes that the options name; None without any option.
+
+        Args:
+          processes: The value of `--processes`.
+          index: The value of `--process-id`.
+          coordinator: The value of `--coordinator`.
 
         Raises:
-          ValueError: If flags are missing or invalid.
+          ValueError: If options are missing or invalid.
         """
         alone = index is None and coordinator is None
         if processes is None and alone:
@@ -77,7 +82,7 @@ class Cluster:
         return cls(count=count, index=index, coordinator=coordinator)
 
     def join(self) -> None:
-        """Connects this process to the others, and silences all but the main process.
+        """Connects this process to the others; only the main process prints from then.
 
         Raises:
           ValueError: If the environment names no processes, or they cannot be reached.
@@ -106,7 +111,7 @@ def leave() -> None:
 
 
 def is_main() -> bool:
-    """Returns whether this process writes and prints."""
+    """Returns whether this is the main process, which writes and prints."""
     return jax.process_index() == 0
 
 
@@ -130,7 +135,10 @@ def on_main[T](work: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Raises an OSError or a ValueError of one process in all processes."""
+    """Raises an OSError or a ValueError of one process in all processes.
+
+    All processes must enter this context.
+    """
     if jax.process_count() == 1:
         yield
         return

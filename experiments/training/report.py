@@ -34,7 +34,7 @@ def measured(trainer: Trainer, settings: Settings) -> dict[str, int | float | st
 
 
 def summarize(run: Run, token: str) -> dict[str, Any]:
-    """Writes summary.json, a results file with one row per recipe, and returns it.
+    """Writes summary.json, a results file with a row per recipe, and returns it.
 
     Args:
       run: A finished run.
@@ -93,7 +93,7 @@ def _recipe_summary(
 
 
 def _bars(run: Run, recipes: dict[Recipe, dict[str, Any]], token: str) -> list[Bar]:
-    """Returns the bars, or thresholds, that apply to a run's recipes and preset."""
+    """Returns the targets that apply to a run's recipes and preset."""
     bars = []
     preset = None if run.settings.sizes else run.settings.preset
     for recipe in (r for r in recipes if r in COAT_RECIPES):
@@ -115,7 +115,7 @@ def _bars(run: Run, recipes: dict[Recipe, dict[str, Any]], token: str) -> list[B
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """Returns the summary as a table for a terminal, with one column per recipe."""
+    """Returns the summary of a run as a table with one column per recipe."""
     title = (
         f"{summary['preset']}, {summary['steps']} steps, {summary['device']['name']}"
     )

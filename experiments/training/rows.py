@@ -1,4 +1,4 @@
-"""Files of JSON rows, with checksums, safe against a kill at any time."""
+"""Files of JSON rows with checksums, which survive a kill at any time."""
 
 import json
 import math
@@ -13,7 +13,9 @@ from experiments.training.settings import Recipe
 
 
 class RowLog:
-    """A file of JSON rows, open for appending; a written row is readable at once.
+    """A file of JSON rows of one recipe, open for appending.
+
+    A written row is readable at once.
 
     Attributes:
       name: The name of the file.
@@ -41,7 +43,7 @@ class RowLog:
         self._checksum = zlib.crc32(line.encode(), self._checksum)
 
     def drop_after(self, step: int) -> None:
-        """Drops the recipe's rows of later steps than `step`, atomically."""
+        """Drops the recipe's rows of steps after `step`, atomically."""
         self._file.close()
         remaining = [
             line
@@ -52,15 +54,19 @@ class RowLog:
         self._open()
 
     def sync(self) -> int:
-        """Blocks until all rows are on disk; returns the recipe's checksum of rows."""
+        """Waits until all rows are on disk, and returns the checksum of the log.
+
+        The checksum is over the rows of the log's recipe.
+        """
         os.fsync(self._file.fileno())
         return self._checksum
 
 
 class NoRows:
-    """A stand-in for `RowLog` that writes nothing.
+    """A replacement of `RowLog` that writes nothing.
 
-    The main process writes the rows, or the run has no such rows.
+    It is used in processes other than the main process, and for logs that the run does
+    not have.
 
     Attributes:
       name: The name of the file.
@@ -76,18 +82,18 @@ class NoRows:
         pass
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Writes nothing."""
+        """Does nothing with `row`."""
 
     def drop_after(self, step: int) -> None:
-        """Drops nothing."""
+        """Does nothing, because there are no rows."""
 
     def sync(self) -> int:
-        """Returns 0, the checksum of no rows."""
+        """Returns 0, the checksum of an empty file."""
         return 0
 
 
 def read_rows(path: Path) -> Iterable[tuple[dict[str, Any], bytes]]:
-    """Yields the rows of a file and their lines, without an incomplete last line.
+    """Yields the rows of a file and their lines, except for an incomplete last line.
 
     Raises:
       ValueError: If a line is not a JSON object with a recipe and a step.
@@ -110,7 +116,10 @@ def read_rows(path: Path) -> Iterable[tuple[dict[str, Any], bytes]]:
 def rows_checksum(
     rows: Iterable[tuple[Mapping[str, Any], bytes]], recipe: Recipe
 ) -> int:
-    """Returns the checksum of a recipe's lines."""
+    """Returns the checksum of the lines of a recipe.
+
+    `rows` are pairs of a row and its line.
+    """
     return zlib.crc32(b"".join(line for row, line in rows if row["recipe"] == recipe))
 
 

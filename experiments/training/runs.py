@@ -9,12 +9,12 @@ tokenizer.json   the BPE, if the run has one
 checkpoints/     one folder per recipe with the latest states, and their checksums
 lock             locked by the process that writes to the folder
 
-A resumed run notices changed files by CRC-32 checksums. run.json holds its own checksum
-and the one of tokenizer.json. For each checkpoint there is a list of its files'
-checksums. The checkpoint's progress holds the checksums of the recipe's rows so far,
-since rows are on disk before the checkpoint is. A damaged checkpoint is replaced by the
-one before it; other damage raises ValueError. Files that were written before there were
-checksums are not checked.
+CRC-32 checksums show whether files of a resumed run have changed. run.json holds its
+own checksum and the checksum of tokenizer.json. Each checkpoint has a list of its
+files' checksums. The checkpoint's progress holds the checksums of the recipe's rows so
+far, because rows are written to disk before the checkpoint. A damaged checkpoint is
+replaced by the one before it; other damage raises ValueError. Files that older versions
+wrote without checksums are not checked.
 """
 
 import dataclasses
@@ -48,18 +48,17 @@ _PLACES = {"data", "test", "model"}
 class Run:
     """A run's folder, new or resumed.
 
-    While the object lives, it locks the folder, so that no other process can write to
-    it. If several processes train together, only the main process has such an object.
-    The other processes have followers: objects without the lock, which write nothing.
-
-    Subclasses are runs of other programs, with settings of another type.
+    The object locks the folder while it exists, so that no other process can write to
+    it. If several processes train together, only the main process has an object with
+    the lock. The other processes have followers: objects without the lock, which write
+    nothing. Subclasses are runs of other programs, with settings of another type.
 
     Attributes:
       folder: The path of the folder.
       settings: The run's settings, of the type `kind`.
-      steps: Steps of each recipe; None until the first recipe has fixed the number.
-      schedule_steps: Steps after which the learning rate stays as it is: the steps that
-        the run was started with. None until the first recipe has fixed the number.
+      steps: The number of steps of each recipe; None until the first recipe has set it.
+      schedule_steps: The number of steps after which the learning rate stays constant:
+        the steps that the run was started with. None until the first recipe has set it.
       command: The command line that started the run.
     """
 
@@ -97,6 +96,8 @@ class Run:
     ) -> Self:
         """Creates a run in a new or empty folder, with copies of `files`.
 
+        `fingerprint` is a hash of the run's data.
+
         Raises:
           ValueError: If `check_unused` raises it, or another process writes to the
             folder.
@@ -123,7 +124,7 @@ class Run:
         """Opens a run to continue it from its latest checkpoints.
 
         Rows after these checkpoints are dropped. Settings that `overrides` changes are
-        written by `record_changes`. Arguments are the same as for `open`.
+        written by `record_changes`. The arguments are the arguments of `open`.
 
         Raises:
           ValueError: If `open` raises it, if rows are damaged, or if a recipe has rows
@@ -135,12 +136,13 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path, overrides: Mapping[str, Any]) -> Self:
-        """Opens a run and locks its folder; its files stay as they are.
+        """Opens a run and locks its folder, and leaves its files unchanged.
 
         Args:
           folder: The run's folder.
-          overrides: Settings of the command line. They must equal the run's own, except
-            for more steps and for settings that do not affect steps already done.
+          overrides: The settings of the command line. They must equal the run's
+            settings, except for more steps and for settings that do not affect steps
+            already done.
 
         Raises:
           ValueError: If there is no run in `folder`, another process writes to it, its
@@ -161,7 +163,11 @@ class Run:
         return run
 
     def _change(self, overrides: Mapping[str, Any]) -> None:
-        """Applies `overrides`; raises ValueError for settings that may not change."""
+        """Applies `overrides` to the settings and the number of steps.
+
+        Raises:
+          ValueError: If a setting may not change.
+        """
         for name, value in overrides.items():
             current = getattr(self.settings, name)
             if value != current and name not in _CHANGEABLE | _PLACES | {"steps"}:
@@ -209,7 +215,7 @@ class Run:
         self.record_changes()
 
     def checkpoints(self, recipe: Recipe) -> Checkpoints:
-        """Returns a recipe's checkpoints, which are a context manager.
+        """Returns the checkpoints of a recipe, a context manager.
 
         Raises:
           FileNotFoundError: If the run's folder was moved or deleted.
@@ -218,16 +224,17 @@ class Run:
         return Checkpoints(folder, self.settings.keep)
 
     def rows(self, log: Log) -> list[dict[str, Any]]:
-        """Returns the rows of a log, without an incomplete last line.
+        """Returns the rows of a log, except for an incomplete last line.
 
         Nulls become NaNs.
         """
         return [row for row, _ in read_rows(self.folder / f"{log}.jsonl")]
 
     def append(self, log: Log, recipe: Recipe) -> RowLog | NoRows:
-        """Opens a log to append rows of a recipe; returns a context manager.
+        """Opens a log to append rows of a recipe, and returns it, a context manager.
 
-        health.jsonl is created only if the settings ask for reports.
+        Followers get a log that writes nothing. health.jsonl is created only if the
+        settings ask for reports.
         """
         path = self.folder / f"{log}.jsonl"
         reports = self.settings.health_every is not None or path.exists()
@@ -238,8 +245,8 @@ class Run:
         """Drops each recipe's rows after its latest checkpoint, from all logs.
 
         Raises:
-          ValueError: If earlier rows differ from what was written, or a recipe has lost
-            its checkpoints.
+          ValueError: If earlier rows differ from the rows that were written, or a
+            recipe has lost its checkpoints.
         """
         saved = {}
         for recipe in self.settings.recipes:
@@ -272,11 +279,15 @@ class Run:
     def _check_checkpoints(
         self, rows: Sequence[Mapping], saved: Mapping[str, int]
     ) -> None:
-        """Raises ValueError if a recipe without checkpoints has rows of too late steps.
+        """Raises ValueError if a recipe has lost its checkpoints.
 
         A process can end while it is writing the first checkpoint. Then there are rows
         of up to `2 * save_every` steps, because the second checkpoint waits for the
-        first.
+        first. Rows of later steps show that checkpoints are missing.
+
+        Args:
+          rows: The rows of all recipes.
+          saved: The step of each recipe's latest checkpoint, or 0.
         """
         for recipe in (recipe for recipe, last in saved.items() if not last):
             steps = [row["step"] for row in rows if row["recipe"] == recipe]
@@ -287,7 +298,12 @@ class Run:
                 )
 
     def _check_rows(self, rows: Sequence[Mapping], saved: Mapping[str, int]) -> None:
-        """Raises ValueError unless each recipe has one row for every saved step."""
+        """Raises ValueError unless each recipe has one row for every saved step.
+
+        Args:
+          rows: The rows of all recipes.
+          saved: The step of each recipe's latest checkpoint, or 0.
+        """
         for recipe, last in saved.items():
             steps = [row["step"] for row in rows if row["recipe"] == recipe]
             if steps != list(range(1, last + 1)):
@@ -301,8 +317,8 @@ class Run:
 def check_unused(folder: Path) -> None:
     """Raises ValueError if a new run in `folder` could overwrite something.
 
-    Files that a killed start may have left do not count: a lock, a tokenizer, and part
-    of run.json.
+    Files that an interrupted start may have left are ignored: a lock, a tokenizer, and
+    part of run.json.
     """
     if folder.exists() and (
         not folder.is_dir() or {p.name for p in folder.iterdir()} - _LEFTOVERS
@@ -314,7 +330,7 @@ def check_unused(folder: Path) -> None:
 
 
 def _locked(folder: Path) -> int:
-    """Locks a folder; returns a file descriptor, and closing it ends the lock.
+    """Locks a folder, and returns a file descriptor; closing it ends the lock.
 
     Raises:
       ValueError: If another process has the lock.
@@ -329,7 +345,11 @@ def _locked(folder: Path) -> int:
 
 
 def latest(parent: Path) -> Path:
-    """Returns the folder in `parent` with the newest run.json."""
+    """Returns the folder in `parent` with the newest run.json.
+
+    Raises:
+      ValueError: If there is no run.
+    """
     run_files = sorted(parent.glob(f"*/{_RUN}"), key=lambda path: path.stat().st_mtime)
     if not run_files:
         raise ValueError(f"--resume found no run in {parent}/")
@@ -381,7 +401,7 @@ def _read_record(folder: Path, kind: type[Settings]) -> dict[str, Any]:
 
 
 def _check_record(record: Mapping[str, Any], kind: type[Settings]) -> None:
-    """Raises ValueError unless all entries have values that a run may have."""
+    """Raises ValueError unless all entries of run.json have valid values."""
     settings = kind.from_json(record["settings"])
     steps, files = record["steps"], record.get("files", {})
     for name in ("steps", "schedule_steps"):

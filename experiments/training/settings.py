@@ -34,45 +34,48 @@ class Settings(OptimizerSettings):
     The optimizer's settings are inherited from `OptimizerSettings`.
 
     Attributes:
-      preset: Name of the preset that gives the model's shape and default settings.
-      layers: Number of layers; None means the preset's.
-      hidden: Size of the residual stream; None means the preset's.
-      intermediate: Size of the MLP's hidden layer; None means the preset's ratio to
+      preset: The name of the preset that gives the model's shape and default settings.
+      layers: The number of layers; None means the preset's.
+      hidden: The size of the residual stream; None means the preset's.
+      intermediate: The size of the MLP's hidden layer; None means the preset's ratio to
         `hidden`, in multiples of 128.
-      heads: Number of query heads; None means heads of the preset's size.
-      kv_heads: Number of key and value heads; None means the preset's ratio to `heads`.
-      recipes: Recipes to train with, one after the other. All start from one
-        initialization and read the data in one order.
+      heads: The number of query heads; None means heads of the preset's size.
+      kv_heads: The number of key and value heads; None means the preset's ratio to
+        `heads`.
+      recipes: The recipes to train with, one after another. All start from the same
+        initialization and read the data in the same order.
       data: Files or folders; empty means Python's standard library.
-      tokenizer: Tokenizer of text: "bytes" or "bpe".
-      vocab_size: Vocabulary size of a trained BPE or of token files; None means 16,384
-        for a BPE and the preset's size for token files.
-      token_dtype: Dtype of token files without a header.
-      seed: Seed of the initialization, the data's order and stochastic rounding.
-      param_dtype: Dtype in which parameters are stored.
-      rounding: Rounding of BF16 parameters by `coat.fp8_adamw`. The other recipes use
-        `optax.adamw`, which always rounds to nearest.
-      scaling: "just_in_time" or "delayed" scales of gradients, for recipes of the FP8
-        flow.
-      minutes: Time budget of the first recipe, which may lower `steps`; None means no
-        budget.
-      seq_len: Tokens per sequence.
-      accumulate: Microbatches of a step. Their gradients are summed.
+      tokenizer: The tokenizer of text: "bytes" or "bpe".
+      vocab_size: The vocabulary size of a trained BPE tokenizer or of token files; None
+        means 16,384 for BPE and the preset's size for token files.
+      token_dtype: The dtype of token files without a header.
+      seed: The seed of the initialization, the data's order and stochastic rounding.
+      param_dtype: The dtype in which parameters are stored.
+      rounding: The rounding of BF16 parameters by `coat.fp8_adamw`. The other recipes
+        use `optax.adamw`, which always rounds to nearest.
+      scaling: The scales of gradients in recipes that have a choice: "just_in_time" or
+        "delayed".
+      minutes: The time budget of the first recipe, which may lower `steps`; None means
+        no budget.
+      seq_len: The number of tokens per sequence.
+      accumulate: The number of microbatches of a step. Their gradients are summed.
       release: Whether the optimizer runs inside the backward pass, layer by layer, so
         that gradients take little memory: "no", "clip" with a second backward pass for
         the global norm, or "once" without clipping.
-      eval_every: Steps between validations; the last step always has one.
-      eval_batches: Batches per validation.
-      save_every: Steps between checkpoints; the last step always has one.
-      keep: Number of checkpoints kept. A resumed run falls back to an older one if the
-        newest is damaged.
-      bad_step: Reaction to a step with a loss that is NaN or a spike, or with a
+      eval_every: The number of steps between validations; the last step is always
+        validated.
+      eval_batches: The number of batches per validation.
+      save_every: The number of steps between checkpoints; the last step is always
+        saved.
+      keep: The number of checkpoints that are kept. A resumed run falls back to an
+        older checkpoint if the newest is damaged.
+      bad_step: The reaction to a step with a loss that is NaN or a spike, or with a
         gradient that is not finite: "stop", "skip" its update, or "rollback" to the
         latest checkpoint and continue with the batches that follow.
-      spike: A loss is a spike above this multiple of the median of the recipe's last 50
-        losses; None means that no finite loss is a spike.
-      health_every: Steps between reports of amax, saturation and underflow; None means
-        no reports.
+      spike: The factor above which a loss is a spike, relative to the median of the
+        recipe's last 50 losses; None means that no finite loss is a spike.
+      health_every: The number of steps between reports of amax, saturation and
+        underflow; None means no reports.
     """
 
     preset: str
@@ -164,12 +167,12 @@ class Settings(OptimizerSettings):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that replace the preset's, by name."""
+        """The sizes of the model that replace the preset's sizes, by name."""
         sizes = {name: getattr(self, name) for name in SIZES}
         return {name: size for name, size in sizes.items() if size is not None}
 
     def _check_release(self) -> None:
-        """Raises ValueError if `release` meets settings that need all gradients."""
+        """Raises ValueError if `release` is set and settings need all gradients."""
         if self.release == "no":
             return
         needs = {"accumulate": 1, "scaling": "just_in_time", "health_every": None}
@@ -182,12 +185,15 @@ class Settings(OptimizerSettings):
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens of a batch."""
+        """The number of tokens of a batch."""
         return self.batch_size * self.seq_len
 
     @property
     def text_vocab_size(self) -> int | None:
-        """Vocabulary size of text: `vocab_size`, by default 16,384 for a BPE."""
+        """The vocabulary size of text: `vocab_size`, by default 16,384 for BPE.
+
+        It is None for bytes without `vocab_size`.
+        """
         return self.vocab_size or (_BPE_VOCAB_SIZE if self.tokenizer == "bpe" else None)
 
     @classmethod
@@ -197,10 +203,10 @@ class Settings(OptimizerSettings):
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
-        """Returns settings from their JSON object, where tuples became lists.
+        """Returns the settings in a JSON object, in which tuples are lists.
 
         Raises:
-          ValueError: If `values` is no such object, or has an invalid setting.
+          ValueError: If `values` is not an object with valid settings.
         """
         if not isinstance(values, dict):
             raise ValueError(f"settings must be an object, got {values!r:.100}")
@@ -219,7 +225,7 @@ class Settings(OptimizerSettings):
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Returns whether a value from JSON has a setting's type."""
+    """Returns whether a value from JSON has the type `kind` of a setting."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         return isinstance(value, tuple) and all(_is_of(x, args[0]) for x in value)
@@ -238,7 +244,7 @@ class Preset:
     Attributes:
       model: The model's shape. `model_config` sets its recipe, scaling, vocabulary and
         parameter dtype.
-      settings: Default settings, which a command line may override.
+      settings: The default settings, which a command line can override.
     """
 
     model: llama.LlamaConfig
@@ -260,7 +266,7 @@ def _small(
 
 
 def _large(preset: str, steps: int, batch_size: int, seq_len: int, lr: float) -> Preset:
-    """Returns a preset of a published shape, with a batch that fits on one device."""
+    """Returns a preset with a published shape, and a batch that fits on one device."""
     return Preset(
         model=llama.CONFIGS[preset],
         settings=Settings(
@@ -325,9 +331,10 @@ PRESETS: dict[str, Preset] = {
 def model_config(
     settings: Settings, recipe: Recipe, vocab_size: int
 ) -> llama.LlamaConfig:
-    """Returns the model's shape with this run's recipe, vocabulary and dtype.
+    """Returns the model's config: the shape in the settings, with a recipe.
 
-    The vocabulary is rounded up to a multiple of 128.
+    The vocabulary is `vocab_size` rounded up to a multiple of 128. The scaling and the
+    parameter dtype are also from the settings.
     """
     scalings = RECIPES[recipe].scalings
     return dataclasses.replace(
@@ -340,7 +347,7 @@ def model_config(
 
 
 def _shape(settings: Settings) -> llama.LlamaConfig:
-    """Returns the preset's shape with the sizes that the settings name.
+    """Returns the preset's shape, changed by the sizes in the settings.
 
     Raises:
       ValueError: If the size of a head is not an even integer, or `heads` is not a

@@ -1,4 +1,4 @@
-"""Speed of a training: FLOPs of a token, and the share of the device's peak FLOP/s."""
+"""The speed of a training: FLOPs per token, and the share of the peak FLOP/s."""
 
 import jax
 
@@ -18,9 +18,10 @@ PEAKS = {
 def flops_per_token(config: llama.LlamaConfig, seq_len: int) -> int:
     """Returns the FLOPs of a model's matmuls for one token, forward and backward.
 
-    Each weight counts six FLOPs: a multiplication and an addition, once in forward and
-    twice in backward. The output head counts as a weight, the embedding does not. A
-    token attends to half of the sequence on average. Recomputation is not counted.
+    Each weight counts six FLOPs: a multiplication and an addition, once in the forward
+    pass and twice in the backward pass. The output head counts as a weight, the
+    embedding does not. A token attends to half of the sequence on average.
+    Recomputation is not counted.
     """
     head_dim = config.size_of_heads
     attended = config.num_heads * head_dim
@@ -41,7 +42,7 @@ def utilization(
     The fraction may exceed 1 with FP8 matmuls. None means that the peak is not known.
 
     Args:
-      tokens_per_s: The tokens a second of all devices.
+      tokens_per_s: The tokens per second of all devices.
       flops_per_token: The FLOPs of a token.
       devices: The number of devices.
     """

@@ -18,8 +18,8 @@ class TrainState(NamedTuple):
     Attributes:
       params: The parameters.
       opt_state: The optimizer's state.
-      seed: Seed of stochastic rounding; no step changes it.
-      histories: Amax histories of delayed scaling; empty without it.
+      seed: The seed of stochastic rounding; no step changes it.
+      histories: The amax histories of delayed scaling; empty without it.
     """
 
     params: nnx.State
@@ -29,16 +29,16 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Metrics of a step.
+    """The metrics of a step.
 
     Attributes:
-      loss: Mean training loss, in nats.
-      grad_norm: Global norm of the gradient before clipping.
-      grad_norms: Norm of each parameter's gradient, in the order of
+      loss: The mean training loss, in nats.
+      grad_norm: The global norm of the gradient before clipping.
+      grad_norms: The norm of each parameter's gradient, in the order of
         `ModelTrainer.parameter_names`. Steps with `release="once"` compute no norms:
         `grad_norms` is empty, and `grad_norm` is NaN.
       ok: Whether the loss is within the step's limit and the gradient's norm is finite.
-      reports: The reports of `ModelTrainer.reports`, if the step makes them.
+      reports: The reports of `ModelTrainer.reports`; empty in steps without reports.
       routing: The loads and auxiliary losses of experts; None without experts.
     """
 

@@ -2,7 +2,7 @@
 
 All recipes train the same model on the same data. They differ in precision:
 
-| recipe       | linear layers | saved for backward      | Adam's moments |
+| recipe       | linear layers | saved activations       | Adam's moments |
 |--------------|---------------|-------------------------|----------------|
 | `bf16`       | BF16          | as autodiff saves them  | float32        |
 | `te`         | FP8           | FP8 and BF16            | float32        |
@@ -50,13 +50,13 @@ class ModelTrainer(abc.ABC):
       settings: `OptimizerSettings` that also have `accumulate`, `rounding` and
         `bad_step`.
       recipe: The recipe.
-      steps: Length of the training, which sets the learning rate schedule.
+      steps: The length of the training, which sets the learning rate schedule.
       optimizer: The optimizer; None means the recipe's.
-      mesh: The mesh that the training is spread over; None means the first device.
-      param_dtype: Dtype in which parameters are stored.
+      mesh: The mesh that the training is sharded over; None means the first device.
+      param_dtype: The dtype in which parameters are stored.
 
     Attributes:
-      parameters: Number of parameters of the model.
+      parameters: The number of parameters of the model.
       parameter_names: The path of each array of parameters.
       mesh: The mesh, or None.
     """
@@ -104,32 +104,32 @@ class ModelTrainer(abc.ABC):
     def training_loss(
         self, params: nnx.State, histories: nnx.State, batch: Any
     ) -> tuple[Float32[Array, ""], Routing | None]:
-        """Computes the loss to train with, and the routing of experts if there are any.
+        """Computes the loss to train with; returns it and the routing of experts.
 
-        By default this is `loss`, without routing.
+        By default this is `loss` and None.
         """
         return self.loss(params, histories, batch), None
 
     @property
     @abc.abstractmethod
     def abstract_batch(self) -> Any:
-        """The shapes, dtypes and placement of a batch."""
+        """The shapes, dtypes and shardings of a batch, as abstract arrays."""
 
     def reports(self, state: TrainState, batch: Any, grads: nnx.State) -> Reports:
-        """Returns reports of amax, saturation and underflow; by default none."""
+        """Returns reports of amax, saturation and underflow; by default no reports."""
         del state, batch, grads
         return {}
 
     def placed(self, batch: Any, size: int) -> Any:
-        """Places a batch of `size` rows on the devices.
+        """Places the rows of a batch on the devices, and returns their arrays.
 
-        `batch` has all rows, or only the rows of this process.
+        `batch` has all `size` rows, or only the rows of this process.
         """
         del size
         return jax.tree.map(jnp.asarray, batch)
 
     def merged(self, params: nnx.State, others: nnx.State = EMPTY) -> Any:
-        """Returns the model with parameters `params` and other variables `others`."""
+        """Returns the model with the given parameters and other variables."""
         return nnx.merge(self._graphdef, params, others)
 
     @cached_property
@@ -147,7 +147,7 @@ class ModelTrainer(abc.ABC):
         return jax.jit(constants, out_shardings=meshes.whole(self.mesh))()
 
     def abstract_constants(self) -> nnx.State:
-        """Returns the shapes, dtypes and placement of the constants."""
+        """Returns the shapes, dtypes and shardings of the constants."""
         where = meshes.whole(self.mesh)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
@@ -155,7 +155,7 @@ class ModelTrainer(abc.ABC):
         )
 
     def others(self, state: TrainState) -> nnx.State:
-        """Returns all variables of the model except parameters."""
+        """Returns all variables of the model except its parameters."""
         return nnx.merge_state(state.histories, self.constants)
 
     def shares(self, batch: Any, count: int) -> Float32[Array, " count"]:
@@ -182,14 +182,14 @@ class ModelTrainer(abc.ABC):
         return lowered.compile(self._options)
 
     def init(self, seed: int) -> TrainState:
-        """Returns the state before the first step, which depends on the seed alone.
+        """Returns the state before the first step, which only depends on the seed.
 
-        BF16 parameters are rounded from float32 ones.
+        BF16 parameters are rounded from float32 parameters.
         """
         return self._compiled_init(seed)
 
     def abstract_state(self) -> TrainState:
-        """Returns the shapes, dtypes and placement of a state."""
+        """Returns the shapes, dtypes and shardings of a state."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=sharding
@@ -209,8 +209,8 @@ class ModelTrainer(abc.ABC):
 
         Args:
           state: The state before the step.
-          batch: The batch to train on. A process has only those rows that are on its
-            devices.
+          batch: The batch to train on. If there are several processes, each passes only
+            the rows on its devices.
           limit: The largest loss of a step that is `ok`, in nats.
 
         Returns:
@@ -226,10 +226,10 @@ class ModelTrainer(abc.ABC):
 
     @cached_property
     def reporting_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
-        """A `step` with reports of amax, saturation and underflow in its metrics.
+        """A function like `step`, with reports in the metrics that it returns.
 
-        It is a separate program, so that reports add nothing to the cost of other
-        steps.
+        The reports are of amax, saturation and underflow. The function is a separate
+        program, so that reports add nothing to the cost of other steps.
         """
         compiled = self._compiled_step(reporting=True)
 
@@ -239,7 +239,7 @@ class ModelTrainer(abc.ABC):
         return run
 
     def moment_rows(self, state: TrainState) -> list[dict[str, Any]]:
-        """Returns the rows of `coat.moment_report`; empty if moments are float32."""
+        """Returns the rows of `coat.moment_report`; empty for float32 moments."""
         if not self._optimizer.fused:
             return []
         return coat.moment_report(state.opt_state).rows()
@@ -249,9 +249,9 @@ class ModelTrainer(abc.ABC):
         return float(f"{self._schedule(step - 1):.6g}")
 
     def saved_activation_bytes(self) -> int:
-        """Returns the bytes that forward saves for backward, on all devices together.
+        """Returns the bytes that the forward pass saves for the backward pass.
 
-        They are counted for one microbatch.
+        They are counted for one microbatch, on all devices together.
         """
         state = self.abstract_state()
         parts = self._settings.accumulate
@@ -264,12 +264,15 @@ class ModelTrainer(abc.ABC):
         return report.nbytes
 
     def step_bytes(self) -> int:
-        """Returns the bytes of the compiled step on a device, with its arguments."""
+        """Returns the peak memory of the compiled step on a device, in bytes.
+
+        Arguments of the step are included.
+        """
         return peak_bytes(self.compiled[0])
 
     @cached_property
     def _shardings(self) -> TrainState:
-        """The sharding of each array of the state."""
+        """The shardings of the arrays of a state."""
         state = jax.eval_shape(self._init, 0)
         params, opt_state, histories = meshes.state_shardings(
             self._tx, state.params, state.opt_state, state.histories, self.mesh
@@ -309,7 +312,7 @@ class ModelTrainer(abc.ABC):
     def _reported(
         self, state: TrainState, batch: Any, grads: nnx.State, constants: nnx.State
     ) -> Reports:
-        """Returns `reports`, called with `constants` added to the state's histories."""
+        """Returns `reports` of a state with the constants among its histories."""
         others = nnx.merge_state(state.histories, constants)
         return self.reports(state._replace(histories=others), batch, grads)
 
@@ -351,7 +354,7 @@ class ModelTrainer(abc.ABC):
     def _gradients(
         self, state: TrainState, batch: Any, constants: nnx.State
     ) -> tuple[tuple[Float32[Array, ""], Routing | None], nnx.State, nnx.State]:
-        """Returns (loss, routing), the gradients of the loss, and next histories."""
+        """Returns (loss, routing), the gradients of the loss, and new histories."""
 
         def loss_of(params, histories, batch):
             others = nnx.merge_state(histories, constants)

@@ -1,4 +1,4 @@
-"""The progress of a training's steps: a bar on a terminal, lines in a log file."""
+"""The progress of a training: a bar on a terminal, or lines in a log file."""
 
 import sys
 import time
@@ -22,8 +22,9 @@ class StepBar:
       recipe: The recipe.
       steps: The number of the last step.
       done: The number of steps that are done already.
-      enabled: Whether anything is shown; False in all but one of several processes.
-      clock: A function that returns seconds.
+      enabled: Whether anything is shown; False in processes other than the main
+        process.
+      clock: A function that returns the current time in seconds.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StepBar:
         self._bar.close()
 
     def show(self, step: int, values: Mapping[str, str]) -> None:
-        """Shows that `step` is done, with values by name."""
+        """Shows that `step` is done, together with values by name."""
         self._bar.set_postfix(values, refresh=False)
         self._bar.update(step - self._bar.n)
         now = self._clock()

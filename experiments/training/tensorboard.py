@@ -17,12 +17,12 @@ _NOT_NAMES = ("recipe", "step")
 
 
 class Board:
-    """A writer of a recipe's events from some step on; a context manager.
+    """A writer of a recipe's events after a step; a context manager.
 
     Args:
       folder: The folder of the events.
-      step: The number of steps that are done. Events of later steps, which a killed
-        process may have left, are hidden by TensorBoard.
+      step: The number of steps that are done. TensorBoard hides older events of later
+        steps, which a killed process may have written.
 
     Raises:
       ModuleNotFoundError: If tensorboardX is not installed; see `check_installed`.
@@ -50,12 +50,12 @@ class Board:
         self._writer.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Writes the finite numbers of a row, under the tags that `scalars` returns."""
+        """Writes the finite numbers of a row, with the tags that `scalars` returns."""
         for tag, value in scalars(row).items():
             self._writer.add_scalar(tag, value, row["step"])
 
     def drop_after(self, step: int) -> None:
-        """Hides the events of later steps."""
+        """Hides the events of steps after `step`."""
         self._writer.close()
         self._open(step)
 

@@ -1,8 +1,8 @@
 """Splits text into documents, and documents into tokens.
 
-The default corpus is real text that comes with Python: the source of the standard
-library. A document is a byte string. It is tokenized as bytes or by a trained BPE, and
-a separator token follows it.
+The default corpus is text that comes with Python: the source of the standard library. A
+document is a byte string. It is tokenized as bytes or by a trained BPE tokenizer, and a
+separator token follows it.
 """
 
 import codecs
@@ -30,7 +30,7 @@ Encoder = Callable[[Iterable[bytes]], np.ndarray]
 def standard_library() -> Iterator[bytes]:
     """Yields the Python files of this interpreter's standard library, sorted by path.
 
-    Installed packages are left out.
+    Installed packages are excluded.
     """
     paths = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
@@ -47,8 +47,8 @@ def read_documents(files: Iterable[Path], *, utf_8: bool) -> Iterator[bytes]:
     several keys "text", the last one counts.
 
     Args:
-      files: Text files.
-      utf_8: Whether documents must be UTF-8. Otherwise bytes are read as they are.
+      files: The text files.
+      utf_8: Whether documents must be UTF-8. If not, their bytes are not checked.
 
     Raises:
       ValueError: If a line of a .jsonl file is not an object with a string "text", or
@@ -65,7 +65,7 @@ def read_documents(files: Iterable[Path], *, utf_8: bool) -> Iterator[bytes]:
 def split_documents(documents: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
     """Returns documents for training and for validation.
 
-    A document's hash decides its split, and about one in twenty is for validation.
+    A document's hash determines its split, and about one in twenty is for validation.
     Equal documents are therefore in the same split. If a split would be empty, each
     document is cut instead, and its last twentieth is for validation.
     """
@@ -84,7 +84,7 @@ def split_documents(documents: Iterable[bytes]) -> tuple[list[bytes], list[bytes
 
 
 def encode_bytes(texts: Iterable[bytes]) -> np.ndarray:
-    """Returns the tokens of `texts` as uint16: the bytes of each, followed by 256."""
+    """Returns the tokens of texts as uint16: each text's bytes, followed by 256."""
     separator = np.array([256], np.uint16)
     pieces = [
         piece
@@ -106,14 +106,14 @@ def split_bytes(tokens: np.ndarray) -> list[np.ndarray]:
 
 
 def decode_bytes(piece: np.ndarray) -> bytes:
-    """Returns the bytes of a document's tokens, without the separator at the end."""
+    """Returns the bytes of a document's tokens, except for the separator at the end."""
     return piece[:-1].astype(np.uint8).tobytes()
 
 
 def bpe_encoder(texts: Iterable[bytes], vocab_size: int, cache: Path) -> Encoder:
-    """Returns the encoder of a byte-level BPE.
+    """Returns a function that encodes documents with a byte-level BPE tokenizer.
 
-    The BPE is read from the file `cache` if this file exists. Otherwise the BPE is
+    The tokenizer is read from the file `cache` if this file exists. Otherwise it is
     trained on `texts` and saved as `cache`.
 
     Raises:
@@ -145,7 +145,7 @@ def bpe_encoder(texts: Iterable[bytes], vocab_size: int, cache: Path) -> Encoder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextCodec:
-    """The tokenizer of a run, for strings in both directions.
+    """The tokenizer of a run: functions from strings to tokens and back.
 
     Attributes:
       encode: A function that returns the tokens of a string, without a separator.
@@ -161,7 +161,11 @@ class TextCodec:
 
 
 def text_codec(vocab_size: int | None = None, cache: Path | None = None) -> TextCodec:
-    """Returns the codec of bytes, or of the BPE that a run has saved in `cache`.
+    """Returns the codec of bytes, or of the BPE tokenizer in the file `cache`.
+
+    Args:
+      vocab_size: The largest number of tokens; needed for BPE.
+      cache: The file of a run's tokenizer; None means bytes.
 
     Raises:
       ValueError: If the file is not a byte-level BPE of at most `vocab_size` tokens, or
@@ -204,10 +208,13 @@ def _train_bpe(tokenizers, texts: Iterable[bytes], vocab_size: int):
 
 
 def _read_bpe(tokenizers, path: Path, vocab_size: int):
-    """Reads only the vocabulary and the merges of a tokenizer's file.
+    """Returns the tokenizer with the vocabulary and the merges in a file.
 
-    The file may come from elsewhere. Its other entries could be regular expressions
-    that take for ever, or normalizers that change the text.
+    The file may come from an unknown source, so its other entries are not read: they
+    could be regular expressions that run forever, or normalizers that change the text.
+
+    Raises:
+      ValueError: If the file is not a byte-level BPE of at most `vocab_size` tokens.
     """
     try:
         model = json.loads(path.read_bytes())["model"]

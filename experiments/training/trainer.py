@@ -24,17 +24,17 @@ from experiments.training.step import ModelTrainer
 
 
 class Trainer(ModelTrainer):
-    """A compiled training step and validation of one recipe.
+    """A compiled training step and validation of one recipe, for a Llama.
 
     Args:
-      config: Config of the model, with its recipe.
-      settings: Settings of the training.
-      steps: Length of the training, which sets the learning rate schedule.
+      config: The config of the model, with its recipe.
+      settings: The settings of the training.
+      steps: The length of the training, which sets the learning rate schedule.
       optimizer: The optimizer; None means the recipe's.
-      mesh: The mesh that the training is spread over; None means the first device.
+      mesh: The mesh that the training is sharded over; None means the first device.
 
     Attributes:
-      config: Config of the model.
+      config: The config of the model.
     """
 
     def __init__(
@@ -66,7 +66,10 @@ class Trainer(ModelTrainer):
         )
 
     def init(self, seed: int | None = None) -> TrainState:
-        """Returns the state before the first step; None means the settings' seed."""
+        """Returns the state before the first step.
+
+        `seed` is the seed of its parameters; None means the settings' seed.
+        """
         return super().init(self._settings.seed if seed is None else seed)
 
     def new_model(self, rngs: nnx.Rngs) -> llama.Llama:
@@ -75,7 +78,7 @@ class Trainer(ModelTrainer):
         return llama.Llama(config, rngs=rngs)
 
     def inputs(self, batch: Int32[Array, "batch length+1"]) -> dict[str, Array]:
-        """Returns the arguments of losses: tokens, and the tokens that follow them."""
+        """Returns the keyword arguments of losses: tokens and their next tokens."""
         return {"tokens": batch[:, :-1], "targets": batch[:, 1:]}
 
     def loss(
@@ -88,14 +91,14 @@ class Trainer(ModelTrainer):
     def training_loss(
         self, params: nnx.State, histories: nnx.State, batch: Int32[Array, "..."]
     ) -> tuple[Float32[Array, ""], Routing | None]:
-        """Computes the loss with the auxiliary losses of experts, and the routing."""
+        """Returns the loss with auxiliary losses of experts, and the routing."""
         model = self.merged(params, histories)
         loss, losses = llama.training_loss(model, **self.inputs(batch))
         return loss, losses.routing
 
     @property
     def abstract_batch(self) -> jax.ShapeDtypeStruct:
-        """The shape, dtype and placement of a batch."""
+        """The shape, dtype and sharding of a batch, as an abstract array."""
         shape = self._settings.batch_size, self._settings.seq_len + 1
         where = None if self.mesh is None else meshes.batch_sharding(self.mesh)
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
@@ -110,9 +113,9 @@ class Trainer(ModelTrainer):
     def placed(
         self, batch: Int32[np.ndarray, "rows length+1"], size: int
     ) -> Int32[Array, "batch length+1"]:
-        """Places a batch of `size` rows on the devices.
+        """Places the rows of a batch on the devices, and returns the array.
 
-        `batch` has all rows, or only the rows of this process.
+        `batch` has all `size` rows, or only the rows of this process.
         """
         if self.mesh is None:
             return jnp.asarray(batch)
@@ -152,7 +155,7 @@ class Trainer(ModelTrainer):
     ) -> Float32[np.ndarray, " b"]:
         """Returns the log-likelihood of each sequence's `last` tokens, in nats.
 
-        The log-likelihood is conditioned on the tokens before the last ones.
+        It is conditioned on the tokens before them.
         """
         placed = self.placed(tokens, len(tokens))
         likelihoods = self._likelihoods(state.params, self.others(state), placed, last)

@@ -1,1 +1,1 @@
-"""Compares recipes on a vision-language model that answers questions on pictures."""
+"""Compares recipes on a vision-language model that answers questions about images."""

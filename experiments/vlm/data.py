@@ -1,4 +1,4 @@
-"""Images with questions as tokens: the data of `experiments.vlm`."""
+"""The data of `experiments.vlm`: images, and questions as tokens."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Vocabulary:
     """The words of all questions and answers, as tokens.
 
     Args:
-      words: The words, each once.
+      words: The distinct words.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -28,7 +28,7 @@ class Vocabulary:
         self._ids = {word: i for i, word in enumerate(self.words)}
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of words with spaces between them.
+        """Returns the tokens of the words of a text, which spaces separate.
 
         Raises:
           ValueError: If a word is not in the vocabulary.
@@ -39,19 +39,19 @@ class Vocabulary:
         return [self._ids[word] for word in words]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the words of tokens up to the first end."""
+        """Returns the words of tokens up to the first end token."""
         numbers = list(map(int, tokens))
         numbers = numbers[: numbers.index(END)] if END in numbers else numbers
         return " ".join(self.words[token] for token in numbers)
 
 
 class Batch(NamedTuple):
-    """Sequences of an image, a question and its answer.
+    """Sequences that consist of an image, a question and its answer.
 
     Attributes:
       images: The images.
-      tokens: The tokens: image tokens, the question, the answer, an end, padding.
-      is_answer: Whether each token belongs to an answer or is its end.
+      tokens: The tokens: image tokens, the question, the answer, an end token, padding.
+      is_answer: Whether each token belongs to an answer or is its end token.
     """
 
     images: UInt8[np.ndarray, "b size size 3"]
@@ -68,7 +68,7 @@ class Examples(NamedTuple):
       questions: The questions.
       which: The index of each question's scene.
       tokens: The tokens of each question, as in a `Batch`.
-      is_answer: Whether each token belongs to an answer.
+      is_answer: Whether each token belongs to an answer or is its end token.
     """
 
     scenes: list[Scene]
@@ -89,9 +89,9 @@ class Data(NamedTuple):
 
     Attributes:
       vocabulary: The vocabulary.
-      train: The examples for training, with a question about each scene of every kind
-        that the scene allows.
-      test: The examples for tests, with one question about each scene; kinds alternate.
+      train: The examples for training: for each scene a question of every kind that the
+        scene allows.
+      test: The examples for tests: one question about each scene. Kinds alternate.
     """
 
     vocabulary: Vocabulary
@@ -100,7 +100,7 @@ class Data(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The pictures of scenes, the names of all things, and the vocabulary."""
+    """The pictures for scenes, the names of all things, and the vocabulary."""
 
     train: pictures.Pictures
     test: pictures.Pictures
@@ -109,7 +109,9 @@ class _Source(NamedTuple):
 
 
 def make(settings: VlmSettings) -> Data:
-    """Draws and renders a run's scenes, which depend on the settings alone.
+    """Draws and renders a run's scenes; returns all data with their questions.
+
+    The data depend only on the settings.
 
     Raises:
       ValueError: If drawings would have fewer than 8 pixels in height and width.
@@ -121,7 +123,7 @@ def make(settings: VlmSettings) -> Data:
 
 
 def make_test(settings: VlmSettings) -> Examples:
-    """Returns the same examples for tests as `make`, without examples for training."""
+    """Returns the examples for tests that `make` returns, and makes no others."""
     return _test(settings, _source(settings))
 
 
@@ -160,7 +162,7 @@ def _examples(
 
 
 def batches(data: Data, settings: VlmSettings, seed: int) -> Iterator[Batch]:
-    """Yields endless batches of training questions, in a new order each epoch."""
+    """Yields endless batches of training questions, in a new order in each epoch."""
     rng = np.random.default_rng((settings.data_seed, 2, seed))
     size, total = settings.batch_size, len(data.train.questions)
     while True:
@@ -170,7 +172,7 @@ def batches(data: Data, settings: VlmSettings, seed: int) -> Iterator[Batch]:
 
 
 def prompt_length(is_answer: Bool[np.ndarray, "*b length"]) -> Int[np.ndarray, "*b"]:
-    """Returns the number of tokens before the answer."""
+    """Returns the number of tokens before the answer of each sequence."""
     return np.argmax(is_answer, axis=-1)
 
 
@@ -180,7 +182,10 @@ _Numbered = tuple[int, Scene, Question]
 def _all_kinds(
     settings: VlmSettings, pool: pictures.Pictures, names: list[str]
 ) -> Iterator[_Numbered]:
-    """Yields each scene's index, the scene, and a question of each possible kind."""
+    """Yields the index of a scene, the scene, and a question about it.
+
+    There is a question of every kind that a scene allows.
+    """
     rng = np.random.default_rng((settings.data_seed, 3))
     for index in range(settings.train_scenes):
         scene = scenes.draw_scene(rng, pool, settings.grid, settings.most_things)
@@ -192,7 +197,7 @@ def _all_kinds(
 def _kinds_in_turn(
     settings: VlmSettings, pool: pictures.Pictures, names: list[str]
 ) -> Iterator[_Numbered]:
-    """Yields each scene's index, the scene, and one question; kinds alternate."""
+    """Yields the index of a scene, the scene, and its question; kinds alternate."""
     rng = np.random.default_rng((settings.data_seed, 4))
     for index in range(settings.test_questions):
         question = None

@@ -13,9 +13,9 @@ from experiments.vlm.questions import KINDS
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns accuracies and differences to `bf16` by recipe and kind, in percent.
 
-    Answers to a question are averaged over seeds. Intervals are over questions; the
-    least and the largest difference of a seed are given, too. Questions must alternate
-    between `KINDS`, as test questions do.
+    Answers to a question are averaged over seeds. Intervals are over questions; rows
+    also have the smallest and the largest difference of a seed. Questions must
+    alternate between `KINDS`, as test questions do.
     """
     answers = right_answers(rows)
     return [

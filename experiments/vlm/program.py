@@ -5,11 +5,11 @@
 
 The model is a ViT encoder, a projector and a Llama decoder, all in one recipe. It reads
 scenes that are composed of drawings, handwritten digits and photographs, which
-installed packages ship, and learns captions and answers to questions that follow from
-their annotations. All recipes train from the same initializations on the same batches.
-The trained models answer questions about scenes that no training saw, and differences
-to BF16 are taken question by question. The results file is written after each training;
-the same command runs the trainings that the file lacks.
+installed packages contain. It learns captions, and answers to questions that follow
+from the scenes' annotations. All recipes train from the same initializations on the
+same batches. The trained models answer questions about scenes that no training saw, and
+differences to BF16 are taken question by question. The results file is written after
+each training; the same command runs the trainings that the file lacks.
 """
 
 import argparse
@@ -53,7 +53,7 @@ _NOT_SHARED = ("recipes", "seeds")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     flags = vars(parser().parse_args(argv))
     out = flags.pop("out")
     try:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the program's parser; a flag that is None keeps the preset's value."""
+    """Returns the program's parser; an option that is None keeps the preset's value."""
     top = new_parser("experiments.vlm", __doc__)
     add = top.add_argument
     add("--preset", choices=PRESETS, default="cpu", help="shape and settings (cpu)")
@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_settings(flags: dict[str, Any]) -> VlmSettings:
-    """Returns the preset's settings, changed by the flags that are not None."""
+    """Returns the preset's settings, changed by the options that are not None."""
     flags = {k: v for k, v in flags.items() if v is not None}
     if "recipes" in flags:
         flags["recipes"] = tuple(flags["recipes"].split(","))
@@ -132,7 +132,7 @@ class Study:
         return data.make(self._settings)
 
     def train_missing(self) -> None:
-        """Runs the trainings without a row in the results, and writes their rows."""
+        """Runs the trainings that have no row in the results, and writes their rows."""
         missing, steps = self.missing(), self._settings.steps
         with tqdm(total=len(missing) * steps, unit="step", disable=None) as bar:
             for recipe, seed in missing:
@@ -141,7 +141,7 @@ class Study:
                 self.write()
 
     def missing(self) -> list[tuple[Recipe, int]]:
-        """Returns the trainings without a row, seed by seed."""
+        """Returns the recipe and seed of each training without a row, seed by seed."""
         finished = {(row["recipe"], row["seed"]) for row in self._rows}
         return [
             (recipe, seed)
@@ -151,7 +151,7 @@ class Study:
         ]
 
     def train(self, recipe: Recipe, seed: int, bar: tqdm) -> None:
-        """Runs one training, and records its results and its answers to the test."""
+        """Runs a training, and records its results and its answers to the test."""
         words = len(self.data.vocabulary.words)
         if recipe not in self._trainers:
             self._trainers[recipe] = new_trainer(self._settings, recipe, words)
@@ -182,7 +182,7 @@ class Study:
                 self._captions = joined(self._captions, caption, _captioned)
 
     def results(self) -> dict[str, Any]:
-        """Returns the results of this run's recipes and seeds, as in the file."""
+        """Returns the results of the settings' recipes and seeds, as in the file."""
         recipes = self._settings.recipes
 
         def chosen(rows: list[Row]) -> list[Row]:
@@ -201,7 +201,7 @@ class Study:
         }
 
     def write(self) -> None:
-        """Writes the results file, with all trainings so far."""
+        """Writes the results file with all trainings so far, unless there is none."""
         if self._out is None:
             return
         summary = summarize(self._rows)
@@ -217,7 +217,7 @@ class Study:
 
 
 def show(study: Study, out: Path) -> None:
-    """Prints tables, and draws figures next to the results file."""
+    """Prints tables of a study, and draws figures in the folder of its results file."""
     results = study.results()
     figures = {
         "losses": report.draw_losses(results),
@@ -237,7 +237,7 @@ def show(study: Study, out: Path) -> None:
 def _fit(
     trainer: VlmTrainer, settings: VlmSettings, dataset: Data, seed: int, bar: tqdm
 ) -> tuple[TrainState, np.ndarray, float]:
-    """Trains one model; returns the state, the loss of each step, and the seconds."""
+    """Trains a model; returns the state, the loss of each step, and the seconds."""
     state, losses = trainer.init(seed), []
     stream = data.batches(dataset, settings, seed)
     _ = trainer.compiled  # Compiling is not training.
@@ -253,7 +253,7 @@ def _fit(
 def _captions(
     trainer: VlmTrainer, state: TrainState, dataset: Data, recipe: Recipe
 ) -> list[Row]:
-    """Returns a model's captions for the first test questions of the kind "caption"."""
+    """Returns rows with a model's captions of the first test scenes with captions."""
     step, offset = len(KINDS), KINDS.index("caption")
     chosen = np.arange(offset, len(dataset.test.questions), step)[:_CAPTIONS]
     batch: Batch = dataset.test.batch(chosen)

@@ -1,4 +1,4 @@
-"""Questions and captions that follow from a scene's annotation."""
+"""Questions and captions that follow from the annotation of a scene."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -16,7 +16,7 @@ _NOTHING = "nothing"
 
 
 class Question(NamedTuple):
-    """A question and its answer, in words with spaces between them.
+    """A question and its answer, as words that spaces separate.
 
     Attributes:
       kind: The kind of question.
@@ -30,7 +30,7 @@ class Question(NamedTuple):
 
 
 def caption(scene: Scene) -> str:
-    """Returns the caption of a scene, thing by thing."""
+    """Returns the caption of a scene: the place, name and color of each thing."""
     names = places(scene.grid)
     return " , ".join(
         f"{names[thing.cell]} : {thing.name} on {thing.color}" for thing in scene.things
@@ -40,9 +40,15 @@ def caption(scene: Scene) -> str:
 def ask(
     rng: np.random.Generator, scene: Scene, kind: Kind, all_names: list[str]
 ) -> Question | None:
-    """Returns a question of a kind, or None if the scene allows none.
+    """Returns a random question of a kind, or None if the scene allows none.
 
-    Half of the questions for presence have the answer "no".
+    About half of the questions of the kind "presence" have the answer "no".
+
+    Args:
+      rng: The source of random choices.
+      scene: The scene.
+      kind: The kind of question.
+      all_names: The names of all things, in the scene or not.
     """
     thing = scene.things[rng.integers(len(scene.things))]
     match kind:
@@ -76,7 +82,7 @@ def ask(
 
 
 def words(grid: int, names_of_things: list[str]) -> list[str]:
-    """Returns all words of questions and answers about scenes, each once."""
+    """Returns the distinct words of questions and answers about scenes."""
     texts = (
         "describe the picture , : is there yes no how many things what is at which",
         f"color behind on the sum of digits {_NOTHING}",

@@ -1,4 +1,4 @@
-"""Tables and figures of `experiments.vlm`, next to the paper's."""
+"""Tables and figures of `experiments.vlm`, next to the paper's numbers."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -103,10 +103,10 @@ def _saved_mib(row: Mapping[str, Any]) -> float:
 
 
 def bars(summary: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """Returns a target for each recipe except `bf16`, if questions and seeds suffice.
+    """Returns a target for each recipe except `bf16`, with enough questions and seeds.
 
     The measured value is the end of the paired difference's 95% interval that is
-    farther from zero.
+    farther from zero, without its sign.
     """
     targets = []
     for row in summary:
@@ -119,7 +119,10 @@ def bars(summary: Sequence[Mapping[str, Any]]) -> list[Bar]:
 
 
 def draw_losses(results: Results) -> Figure:
-    """Draws training losses by recipe, averaged over seeds, above gaps to `bf16`."""
+    """Draws training losses by recipe, and below them gaps to `bf16`.
+
+    The losses are averages over seeds.
+    """
     title = "Loss of answers while training"
     return draw_curves(results["curves"], title, "nats a token")
 
@@ -152,7 +155,7 @@ def draw_questions(examples: Examples, count: int = 6) -> Figure:
 
 
 def draw_captions(examples: Examples, results: Results) -> Figure:
-    """Draws scenes of the test with each recipe's caption and the annotation."""
+    """Draws scenes of the test, with captions of all recipes and the annotation."""
     shown = list(dict.fromkeys(row["question"] for row in results["captions"]))
     texts = []
     for question in shown:

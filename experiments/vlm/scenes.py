@@ -1,9 +1,9 @@
-"""Scenes: pictures on colored tiles in a grid, in front of a part of a photograph.
+"""Scenes: pictures on colored tiles in a grid, on a part of a photograph.
 
-A scene is an annotation; `render` makes an image of it. The things of a scene, and the
-cells in which they stand, decide whether the scene is for training or for tests. No
-scene for training therefore has the same things in the same cells as a scene for tests.
-Scenes for tests have new handwriting and new parts of photographs, too.
+A scene is an annotation; `render` makes an image of it. A hash of the things of a scene
+and their cells determines whether the scene is for training or for tests. Therefore no
+scene for training has the same things in the same cells as a scene for tests. Scenes
+for tests also have new handwriting and new parts of photographs.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class Scene:
     """The annotation of an image.
 
     Attributes:
-      grid: The number of cells in a row, and of rows.
+      grid: The number of cells in a row, which is also the number of rows.
       things: The things, in the order of their cells. All names are different.
     """
 
@@ -82,7 +82,7 @@ class Scene:
 
 
 def places(grid: int) -> tuple[str, ...]:
-    """Returns the names of a grid's cells.
+    """Returns the names of a grid's cells, row by row.
 
     Raises:
       ValueError: If the grid has neither two nor three rows.
@@ -95,7 +95,14 @@ def places(grid: int) -> tuple[str, ...]:
 def draw_scene(
     rng: np.random.Generator, pictures: Pictures, grid: int, most_things: int
 ) -> Scene:
-    """Draws a scene, for tests if `pictures` are for tests."""
+    """Draws a random scene, for tests if `pictures` are for tests.
+
+    Args:
+      rng: The source of random choices.
+      pictures: The pictures to choose from.
+      grid: The number of cells in a row.
+      most_things: The largest number of things.
+    """
     while True:
         scene = _any_scene(rng, pictures, grid, most_things)
         if scene.is_test == pictures.is_test:
@@ -129,7 +136,7 @@ def render(
 ) -> UInt8[np.ndarray, "size size 3"]:
     """Renders a scene with random sizes, positions and handwriting of digits.
 
-    The image has cells of `pictures.size + MARGIN` pixels.
+    The image has cells of `pictures.size + MARGIN` pixels in height and width.
     """
     cell = pictures.size + MARGIN
     image = _background(rng, pictures, scene.grid * cell)
@@ -157,7 +164,7 @@ def _put(
     thing: Thing,
     pictures: Pictures,
 ) -> None:
-    """Draws a thing on its tile into a cell."""
+    """Draws a thing on its tile into the pixels of a cell, in place."""
     cell[1:-1, 1:-1] = COLORS[thing.color]
     if thing.category == DIGIT:
         digit = rng.choice(np.flatnonzero(pictures.labels == int(thing.name)))

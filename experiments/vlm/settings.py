@@ -1,4 +1,4 @@
-"""Settings of `experiments.vlm`, and presets: shapes of models and settings."""
+"""Settings of `experiments.vlm`, and presets of settings and of models' shapes."""
 
 import dataclasses
 import math
@@ -67,17 +67,17 @@ class VlmSettings(OptimizerSettings):
     batch is one question.
 
     Attributes:
-      preset: Name of the preset that gives the model's shape and default settings.
-      recipes: Recipes to train with. The first is "bf16", with which the other recipes
-        are compared.
-      seeds: Number of trainings of each recipe, with the seeds 0, 1, ...
-      data_seed: Seed of the scenes and questions, which all trainings share.
-      grid: Number of cells in a row of a scene, and of rows.
-      most_things: Largest number of things in a scene.
-      names_per_category: Number of drawings of each category.
-      train_scenes: Number of scenes for training, each with a question of every kind
-        that the scene allows.
-      test_questions: Number of questions for tests, each about a scene of its own.
+      preset: The name of the preset that gives the model's shape and default settings.
+      recipes: The recipes to train with. The first is "bf16", with which the other
+        recipes are compared.
+      seeds: The number of trainings of each recipe, with the seeds 0, 1, ...
+      data_seed: The seed of the scenes and questions, which all trainings share.
+      grid: The number of cells in a row of a scene, which is also the number of rows.
+      most_things: The largest number of things in a scene.
+      names_per_category: The number of drawings of each category.
+      train_scenes: The number of scenes for training, each with a question of every
+        kind that the scene allows.
+      test_questions: The number of questions for tests, each about another scene.
     """
 
     preset: str
@@ -138,7 +138,7 @@ class VlmSettings(OptimizerSettings):
 
     @property
     def length(self) -> int:
-        """The number of tokens of a sequence, which includes the last target.
+        """The number of tokens of a sequence, including the last target.
 
         The number of input tokens is a multiple of four.
         """
@@ -189,9 +189,10 @@ PRESETS: dict[str, VlmSettings] = {
 def model_config(
     settings: VlmSettings, recipe: Recipe, vocab_size: int, image_token: int
 ) -> vlm.VlmConfig:
-    """Returns the preset's shape with a vocabulary, and one recipe in all its parts.
+    """Returns the model's config: the preset's shape, with one recipe in all parts.
 
-    The vocabulary is rounded up to a multiple of 128.
+    The vocabulary is `vocab_size` rounded up to a multiple of 128. `image_token` is the
+    token that stands for a part of an image.
     """
     shape = SHAPES[settings.preset]
     padded = -(-vocab_size // 128) * 128  # Whole tiles of a matmul.

@@ -1,4 +1,4 @@
-"""The training step of one recipe, and answers of the trained model."""
+"""The training step of one recipe, and the answers of the trained model."""
 
 import math
 
@@ -19,7 +19,7 @@ _ANSWERED = 240
 
 
 class VlmTrainer(ModelTrainer):
-    """A compiled training step and answers of one recipe.
+    """A compiled training step of one recipe, and the answers of the trained model.
 
     Args:
       config: The configuration of the model, with its recipe.
@@ -79,10 +79,10 @@ class VlmTrainer(ModelTrainer):
     def evaluate(
         self, state: TrainState, batch: Batch
     ) -> tuple[float, Bool[np.ndarray, " b"]]:
-        """Returns the mean loss of the answers, and whether the model gets each right.
+        """Returns the mean loss of the answers, and whether each answer is right.
 
-        The model gets an answer right if greedy decoding would write the answer: if
-        each token of the answer is the likeliest one after the tokens before it.
+        An answer is right if greedy decoding would write it: if each token of the
+        answer is the most likely token after the tokens before it.
         """
         losses, right, sizes = [], [], []
         for start in range(0, len(batch.tokens), _ANSWERED):
@@ -104,9 +104,12 @@ class VlmTrainer(ModelTrainer):
 
         Args:
           state: The state of the training.
-          batch: Sequences; only their prompts are read.
+          batch: The sequences; only their prompts are read.
           prompts: The number of tokens of each prompt.
           count: The number of tokens to write.
+
+        Returns:
+          The tokens that follow each prompt.
 
         Raises:
           ValueError: If sequences have no room for `count` tokens after the prompts.
@@ -148,7 +151,7 @@ class VlmTrainer(ModelTrainer):
         return jnp.take_along_axis(written, positions, axis=1)
 
     def _likeliest(self, logits: Float[Array, "*b vocab"]) -> Int32[Array, "*b"]:
-        """Returns the likeliest tokens among words and the end of an answer."""
+        """Returns the most likely tokens among words and the end token."""
         tokens = jnp.arange(logits.shape[-1])
         written = (tokens >= END) & (tokens < self._words)
         likeliest = jnp.argmax(jnp.where(written, logits, -jnp.inf), axis=-1)

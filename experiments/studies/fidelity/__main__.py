@@ -1,12 +1,12 @@
-"""Measures what each step of the FP8 recipes costs in loss, to tenths of a percent.
+"""Measures the cost in loss of each part of the FP8 recipes, to tenths of a percent.
 
     uv run python -m experiments.studies.fidelity --regime text --variants bf16,coat
 
 The command trains small models: `bf16`, and variants with one thing changed. All
-variants of a seed start from one initialization and read the data in one order, and the
-learning rate decays to zero. The results file is written after every training. The
-same command continues where an earlier one ended, or adds seeds and variants. At the
-end it prints the differences with 95% intervals, and draws them.
+variants of a seed start from the same initialization and read the data in the same
+order, and the learning rate decays to zero. The results file is written after every
+training. The same command continues where an earlier one ended, or adds seeds and
+variants. At the end it prints the differences with 95% intervals, and draws them.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     started = time.monotonic()
     args = _parser().parse_args(argv)
     if args.list:
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def setup_of(args: argparse.Namespace) -> training.Setup:
-    """Returns the settings of a command line.
+    """Returns the settings of the trainings in a command line.
 
     Raises:
       ValueError: If a number is not positive, or `shared` is not in [0, 1).
@@ -143,7 +143,7 @@ class Study:
 
     @classmethod
     def open(cls, args: argparse.Namespace) -> "Study":
-        """Reads the text, and the finished trainings.
+        """Reads the text and the finished trainings, and returns the study.
 
         Raises:
           ValueError: If an argument is invalid, or there are rows of other settings.
@@ -173,12 +173,12 @@ class Study:
         )
 
     def train(self, until: float) -> None:
-        """Runs the missing trainings, seed by seed; starts no training after `until`.
+        """Runs the missing trainings, seed by seed.
 
-        A variant that fails is left out from then on.
+        A variant that fails is not trained again. No training starts after `until`.
 
         Args:
-          until: The time by `time.monotonic`.
+          until: A time of `time.monotonic`.
         """
         runs = {(row["variant"], row["seed"]) for row in self.finished}
         missing = [
@@ -211,7 +211,10 @@ class Study:
                     self._run(variant, both, seed, windows, bar)
 
     def _first(self, variant: Variant) -> Variant:
-        """Returns the variant that runs the first steps of a variant's training."""
+        """Returns the variant that runs the first steps of a variant's training.
+
+        It is the reference if steps are shared, and otherwise the variant itself.
+        """
         return VARIANTS[variant.reference] if self.setup.shared_steps else variant
 
     def _ready(
@@ -219,7 +222,7 @@ class Study:
     ) -> training.Programs | None:
         """Returns a variant's compiled programs, or None if the variant has failed.
 
-        A failure to compile is recorded in `errors`, as failed trainings are, and the
+        A failure to compile is recorded in `errors`, like failed trainings, and the
         variant is not tried again.
         """
         if variant.name in self.errors:
@@ -238,9 +241,16 @@ class Study:
         windows: tuple[jax.Array, jax.Array],
         bar: tqdm,
     ) -> None:
-        """Runs one training, and writes the results with the new row.
+        """Runs a training, and writes the results with the new row.
 
-        `both` holds the programs of the variant, and the programs of the first steps.
+        If the reference has no training from the same state yet, it is trained first.
+
+        Args:
+          variant: The variant.
+          both: The programs of the variant, and the programs of the first steps.
+          seed: The seed.
+          windows: The windows to train and to test on.
+          bar: The progress bar.
         """
         programs, of_first = both
         arguments = seed, windows, bar.update
@@ -260,7 +270,7 @@ class Study:
             self.errors[variant.name] = one_line(error)[:300]
 
     def _finish(self, variant: Variant, seed: int, values: dict[str, Any]) -> None:
-        """Writes the results with a new row."""
+        """Adds the row of a finished training, and writes the results."""
         of = {"setup": self.setup.id(self.data), "regime": self.setup.regime}
         row = of | {"variant": variant.name, "seed": seed} | values
         row |= {"reference": variant.reference, "device": device()["name"]}
@@ -277,8 +287,8 @@ class Study:
     ) -> tuple[training.State | None, str | None]:
         """Returns the state after the shared steps, and its hash.
 
-        Both are None if no steps are shared.
-        The latest state is kept for the next variant.
+        Both are None if no steps are shared. The latest state is stored for the next
+        variant.
         """
         if not self.setup.shared_steps:
             return None, None

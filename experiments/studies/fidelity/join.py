@@ -2,8 +2,8 @@
 
     uv run python -m experiments.studies.fidelity.join a.json b.json --out ab.json
 
-The processes may run at the same time, each on a GPU and with a results file of its
-own. Device and versions come from the files, so this command can run anywhere. The
+The processes may run at the same time, each on its own GPU and with its own results
+file. Device and versions come from the files, so this command can run anywhere. The
 joined file lists the commits and commands of all files, and this command.
 """
 
@@ -23,7 +23,7 @@ _SHARED = ("regime", "settings", "data", "test_tokens")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    """Runs the program with the arguments `argv`, and returns an exit code."""
     args = _parser().parse_args(argv)
     try:
         results = write_results(args.out, **joined(args.files))
@@ -42,11 +42,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def joined(paths: Sequence[Path]) -> Results:
-    """Returns the trainings of all files, as `write_results` takes them.
+    """Returns the trainings of all files, as arguments of `write_results`.
 
     Raises:
       ValueError: If a file is not a results file of this study, has other settings,
-        data, devices or packages than the first file, or a training of another file.
+        data, devices or packages than the first file, or has a training that another
+        file has, too.
     """
     files = [_read(path) for path in paths]
     first, rows = files[0], {}
@@ -80,7 +81,7 @@ def _read(path: Path) -> Results:
 
 
 def _common(results: Results) -> dict[str, Any]:
-    """Returns the values that must be equal in all files, by their names in errors."""
+    """Returns the values that must be equal in all files, by the names for errors."""
     packages = {k: v for k, v in results["versions"].items() if k != "commit"}
     shared = {name: results[name] for name in _SHARED}
     return shared | {"device": results["device"], "packages": packages}

@@ -63,7 +63,14 @@ def init(shape: Shape, key: PRNGKeyArray) -> Params:
 def loss(
     params: Params, windows: Int[Array, "b length+1"], *, shape: Shape, forward: Forward
 ) -> Float[Array, ""]:
-    """Computes the mean loss in nats per token, with activations in BF16."""
+    """Computes the mean loss in nats per token, with activations in BF16.
+
+    Args:
+      params: The parameters of `init`.
+      windows: Token windows.
+      shape: The model's shape.
+      forward: The recipes of layers, and the precision of the logits.
+    """
     tokens, targets = windows[:, :-1], windows[:, 1:]
     x = params["embedding"][tokens].astype(jnp.bfloat16)
     layers, recipe = params["layers"], forward.recipe
@@ -84,7 +91,7 @@ def loss(
 def _apply(
     recipe: Recipe, layers: dict[str, Array], x: Float[Array, "b s h"], shape: Shape
 ) -> Float[Array, "b s h"]:
-    """Applies stacked layers of one recipe."""
+    """Applies stacked layers of one recipe to the residual stream `x`."""
 
     def layer(params, x):
         inputs = {"norm": params["attention_norm"], "qkv": params["qkv"]}
@@ -101,7 +108,7 @@ def _fp8_loss(
     head: Float[Array, "vocab h"],
     targets: Int[Array, "b s"],
 ) -> Float[Array, ""]:
-    """Computes the mean loss with logits by an FP8 matmul, forward and backward."""
+    """Computes the mean loss with logits from a matmul in FP8, in both passes."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     logits = fp8_matmul(rows, head, jnp.float32, 1)
     of_target = jnp.take_along_axis(logits, targets.reshape(-1, 1), axis=1)[:, 0]

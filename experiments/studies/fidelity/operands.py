@@ -1,9 +1,10 @@
 """Matmuls in BF16 with some operands rounded to 8 bits, to measure each operand's cost.
 
 The FP8 recipes have no switch for a single operand. Here an operand is quantized by
-`coat.quantize` and dequantized, and the matmul runs in BF16. A scale for a tensor is a
+`coat.quantize` and dequantized, and the matmul runs in BF16. The scale of a tensor is a
 power of two, so the rounded numbers are exact in BF16. With other scales, BF16 adds a
-relative error of 2**-9, next to E4M3's 2**-4. Sums are float32 in both precisions.
+relative error of 2**-9, which is small next to E4M3's 2**-4. Sums are float32 in FP8
+matmuls as in these.
 """
 
 import dataclasses
@@ -33,10 +34,10 @@ class Grid:
 
     Attributes:
       format: The format.
-      scales: What shares a scale: the "tensor", each "row", each "column", each "group"
-        of 16 in a row, or each "block" of 128 x 128.
-      stochastic: Whether numbers are rounded stochastically. The random key follows
-        from the sum of the numbers.
+      scales: The part of the matrix that shares a scale: the "tensor", a "row", a
+        "column", a "group" of 16 in a row, or a "block" of 128 x 128.
+      stochastic: Whether numbers are rounded stochastically. The random key depends on
+        the sum of the numbers.
     """
 
     format: coat.Format = coat.E4M3
@@ -44,7 +45,7 @@ class Grid:
     stochastic: bool = False
 
     def __call__(self, x: Float[Array, "m n"]) -> Float[Array, "m n"]:
-        """Returns `x` rounded, in its dtype."""
+        """Returns `x` rounded to the format, in the dtype of `x`."""
         if self.scales == "column":
             return dataclasses.replace(self, scales="row")(x.T).T
         noise = None
@@ -59,18 +60,18 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
-    """The linear layer of a `PlainRecipe` with these operands rounded.
+    """The linear layer of a `PlainRecipe`, with some operands of its matmuls rounded.
 
-    An operand with None is not rounded. Weight gradients are rounded to the dtype of
+    Operands that are None are not rounded. Weight gradients are rounded to the dtype of
     the activations, as in the recipe `bf16`.
 
     Attributes:
-      x: Activations in `y = x @ w.T`.
-      w: Weights in `y = x @ w.T`.
-      dy_for_dx: Gradients in `dx = dy @ w`.
-      w_for_dx: Weights in `dx = dy @ w`.
-      dy_for_dw: Gradients in `dw = dy.T @ x`.
-      x_for_dw: Activations in `dw = dy.T @ x`.
+      x: The rounding of activations in `y = x @ w.T`.
+      w: The rounding of weights in `y = x @ w.T`.
+      dy_for_dx: The rounding of gradients in `dx = dy @ w`.
+      w_for_dx: The rounding of weights in `dx = dy @ w`.
+      dy_for_dw: The rounding of gradients in `dw = dy.T @ x`.
+      x_for_dw: The rounding of activations in `dw = dy.T @ x`.
       only: The weight for which operands are rounded; None means every weight.
     """
 
@@ -95,7 +96,7 @@ class Operands:
 
 
 def _weight_of(w: Float[Array, "... k"]) -> Weight:
-    """Returns which of a layer's weights has the shape of `w`."""
+    """Returns the name of the weight of a layer that has the shape of `w`."""
     if w.ndim == 3:
         return "gate_up"
     rows, columns = w.shape

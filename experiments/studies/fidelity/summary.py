@@ -1,4 +1,4 @@
-"""Differences to the reference over seeds with intervals: rows, table, figure."""
+"""Differences between variants and references over seeds: rows, tables and figures."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,14 +34,14 @@ _MOST_PERCENT, _MOST_HALF = 0.2, 0.06
 
 
 def differences(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns a row for each variant and kind of loss; `bf16` itself has none.
+    """Returns a row for each variant except `bf16`, and for each kind of loss.
 
     A difference is taken between two trainings with the same seed, which continue from
     the same shared steps if there are any. `nats` is the mean difference, and `percent`
     the mean of the differences in percent of the reference's loss. `nats_half` and
     `percent_half` are the half-widths of 95% intervals by Student's t distribution.
-    `nats_deviation` and `percent_deviation` are standard deviations over seeds. These
-    four are None if there is one seed.
+    `nats_deviation` and `percent_deviation` are standard deviations over seeds.
+    Half-widths and deviations are None for a single seed.
     """
     by_run = {run_of(row): row for row in rows}
     summary = []
@@ -78,7 +78,12 @@ def _interval(unit: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def bars(summary: Sequence[Row], settings: Mapping[str, Any]) -> list[Bar]:
-    """Returns the bars of `coat` for text without shared steps; otherwise none."""
+    """Returns the targets of `coat` for text without shared steps, otherwise none.
+
+    Args:
+      summary: The rows of `differences`.
+      settings: The settings of the trainings.
+    """
     if settings["regime"] != "text" or settings["shared"]:
         return []
     targets = []
@@ -94,7 +99,7 @@ def bars(summary: Sequence[Row], settings: Mapping[str, Any]) -> list[Bar]:
 
 
 def columns(unit: str) -> tuple[Column, ...]:
-    """Returns the columns of a table of differences in "percent" or "nats"."""
+    """Returns the columns of a table of differences, in "percent" or "nats"."""
     number = ".3f" if unit == "percent" else ".5f"
     sign = "%" if unit == "percent" else "nats"
     each = [
@@ -118,7 +123,7 @@ def columns(unit: str) -> tuple[Column, ...]:
 def lines(summary: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns a row for each variant, with the values of each kind of loss.
 
-    Half intervals and deviations that are None become NaN.
+    Half-widths and deviations that are None become NaN.
     """
     by_variant: dict[str, dict[str, Any]] = {}
     for row in summary:
@@ -139,10 +144,10 @@ def by_shared(files: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         with their reference. The last file must have all variants.
 
     Returns:
-      Rows with the variant, what differs, and an entry for each file, such as "after
-      10%": a text of the averaged weights' difference with its interval, or None if the
-      file has no trainings of the variant. A further entry has the difference of the
-      last file's weights in a BF16 forward pass.
+      Rows with the variant, a text on what differs, and an entry for each file, such as
+      "after 10%": a text with the averaged weights' difference and its interval, or
+      None if the file has no trainings of the variant. A further entry has the
+      difference of the last file's weights in a BF16 forward pass.
     """
     losses = {
         _column(results): {line["variant"]: line for line in lines(results["summary"])}
@@ -169,12 +174,15 @@ def _column(results: Mapping[str, Any]) -> str:
 
 
 def table(summary: Sequence[Row], title: str, unit: str) -> Table:
-    """Returns the differences in "percent" or "nats" as a table for a terminal."""
+    """Returns a table of differences, in "percent" or "nats", for a terminal."""
     return tables.table(title, columns(unit), lines(summary))
 
 
 def report(results: Mapping[str, Any], out: Path) -> None:
-    """Prints the differences of a results file, and draws them next to it."""
+    """Prints the differences in the contents of a results file, and draws them.
+
+    `out` is the path of the file; the figure has the same name.
+    """
     if differences := results["summary"]:
         title, unit = _title(results), _unit(results)
         figure(differences, title, unit).savefig(out.with_suffix(".png"))
@@ -198,7 +206,7 @@ def _title(results: Mapping[str, Any]) -> str:
 
 
 def figure(summary: Sequence[Row], title: str, unit: str) -> Figure:
-    """Draws differences in "percent" or "nats" by variant, with 95% intervals."""
+    """Draws differences by variant with 95% intervals, in "percent" or "nats"."""
     names = list(dict.fromkeys(row["variant"] for row in summary))
     size = (9, 1.8 + 0.42 * len(names))
     drawn = Figure(figsize=size, layout="constrained", dpi=150)

@@ -1,4 +1,4 @@
-"""Tokens of the two regimes, from Python files that are installed.
+"""Token windows for both regimes of `training`, from installed Python files.
 
 The text is the standard library, as in `experiments.pretrain` without `--data`, and
 then as much of the installed packages as is needed: some systems install only a small
@@ -23,12 +23,12 @@ _LONGEST = 2**18
 
 
 class Windows(NamedTuple):
-    """Token windows of one length.
+    """Token windows of one length, with a hash.
 
     Attributes:
-      train: Windows to train on; each has `length` tokens to predict.
-      test: Windows to measure losses on, from other documents than `train`, unless the
-        training memorizes a set of windows.
+      train: The windows to train on; each has `length` tokens to predict.
+      test: The windows to measure losses on, from other documents than `train`, unless
+        the training memorizes a set of windows.
       fingerprint: A hash of both arrays.
     """
 
@@ -61,8 +61,8 @@ def windows(
 ) -> Windows:
     """Cuts documents into windows to train and to test on.
 
-    Documents are read until there are enough, without duplicates, and sorted by their
-    hashes. The first documents are for tests, the others for training.
+    Distinct documents are read until there are enough, and are sorted by their hashes.
+    The first documents are for tests, the others for training.
 
     Args:
       documents: The documents.
@@ -99,7 +99,9 @@ def windows(
 def _cut(
     tokens: UInt16[np.ndarray, " tokens"], count: int, length: int
 ) -> UInt16[np.ndarray, "count length+1"]:
-    """Returns adjacent windows, which share one token, so that each predicts new ones.
+    """Returns `count` adjacent windows, which overlap by one token.
+
+    The tokens that they predict do not overlap.
 
     Raises:
       ValueError: If there are too few tokens.
@@ -114,9 +116,14 @@ def _cut(
 
 
 def order(seed: int, *, windows: int, count: int) -> Int32[np.ndarray, " count"]:
-    """Returns the indices of the windows that a training reads, in the reading order.
+    """Returns the indices of the windows that a training reads, in reading order.
 
-    Each pass over the windows has an order of its own.
+    Each pass over the windows has a different random order.
+
+    Args:
+      seed: The seed of the orders.
+      windows: The number of windows.
+      count: The number of indices to return.
     """
     rng = np.random.default_rng(seed)
     passes = [rng.permutation(windows) for _ in range(-(-count // windows))]

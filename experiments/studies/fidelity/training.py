@@ -1,4 +1,4 @@
-"""The compiled programs of a variant, and a training with one seed."""
+"""Compiles the programs of a variant, and trains it with one seed."""
 
 import contextlib
 import dataclasses
@@ -40,9 +40,9 @@ class Setup(OptimizerSettings):
       regime: "text" for one pass over text and a loss on other text, or "memorize" for
         many passes over a small set and the loss on that set.
       shape: The model's shape.
-      seq_len: Tokens to predict in a window.
-      test_windows: Windows to measure the loss on, in "text".
-      set_windows: Windows of the set that is memorized.
+      seq_len: The number of tokens to predict in a window.
+      test_windows: The number of windows to measure the loss on, in "text".
+      set_windows: The number of windows in the set that is memorized.
       average: The time constant of the exponential moving average of weights, as a
         fraction of the steps.
       shared: The fraction of the steps after which variants continue from the
@@ -89,7 +89,7 @@ class Setup(OptimizerSettings):
 
 
 class State(NamedTuple):
-    """The state between steps.
+    """The state of a training between steps.
 
     Attributes:
       params: The parameters.
@@ -127,7 +127,10 @@ class Programs(NamedTuple):
 
 
 def compiled(setup: Setup, variant: Variant, train: int, test: int) -> Programs:
-    """Compiles a variant's programs for `train` and `test` windows."""
+    """Compiles and returns the programs of a variant.
+
+    `train` and `test` are the numbers of windows to train and to test on.
+    """
     seed = jax.ShapeDtypeStruct((), jnp.int32)
     order = jax.ShapeDtypeStruct((setup.steps * setup.batch_size,), jnp.int32)
     init = partial(_init, setup=setup, variant=variant)
@@ -155,7 +158,10 @@ def _begin_program(setup: Setup, variant: Variant) -> Callable[..., State]:
 
 @functools.cache
 def _loss_program(setup: Setup, forward: Forward, test: int) -> Callable[..., Array]:
-    """Compiles the test loss of a forward pass, which several variants may share."""
+    """Returns a program for the test loss, which variants with one forward pass share.
+
+    `test` is the number of windows to test on.
+    """
     params = jax.eval_shape(partial(model.init, setup.shape), jax.random.key(0))
     row = jax.ShapeDtypeStruct((), jnp.int32)
     loss = partial(_test_loss, setup=setup, forward=forward)
@@ -167,7 +173,7 @@ def _windows(setup: Setup, count: int) -> jax.ShapeDtypeStruct:
 
 
 def _program(fn: Callable, *arguments: Any, **jit: Any) -> Callable[..., Any]:
-    """Compiles a function; only one thread traces and lowers at a time."""
+    """Returns a function compiled; only one thread traces and lowers at a time."""
     with _TRACING:
         lowered = jax.jit(fn, **jit).lower(*arguments)
     return lowered.compile(OPTIONS if jax.default_backend() == "gpu" else None)
@@ -177,10 +183,10 @@ def _program(fn: Callable, *arguments: Any, **jit: Any) -> Callable[..., Any]:
 def ahead(
     setup: Setup, variants: Sequence[Variant], windows: texts.Windows
 ) -> Iterator[dict[str, Callable[[], Programs]]]:
-    """Compiles variants on threads, while earlier variants train within the context.
+    """Compiles variants on threads, while earlier variants train in this context.
 
-    On a CPU each variant is compiled at the first call of its function instead, because
-    kernels are interpreted there, which one thread may do at a time.
+    On a CPU each variant is compiled when its function is first called, because kernels
+    are interpreted there, and only one thread at a time may do this.
 
     Yields:
       Functions by the variants' names. Each waits for its variant's programs and
@@ -208,7 +214,7 @@ def train(
     *,
     start: State | None = None,
 ) -> dict[str, float]:
-    """Runs one training, and returns its losses and seconds.
+    """Runs a training, and returns its losses and seconds.
 
     Args:
       setup: The settings.
@@ -220,8 +226,8 @@ def train(
 
     Returns:
       The test losses of the last weights and of their average, each with the variant's
-      forward pass and with `bf16`'s; the mean training loss of the last twentieth
-      of the steps; and the seconds. Losses are nats per token.
+      forward pass and with `bf16`'s; the mean training loss of the last twentieth of
+      the steps; the seconds of the steps; and all seconds. Losses are nats per token.
     """
     started = time.perf_counter()
     state = programs.init(np.int32(seed)) if start is None else programs.begin(start)
@@ -261,7 +267,7 @@ def shared(
 def digest(state: State) -> str:
     """Returns a hash of a state's bits.
 
-    Another process may compile the same steps differently, and reach other bits.
+    Another process may compile the same steps differently, and get other bits.
     """
     leaves = map(np.asarray, jax.tree.leaves(state))
     joined = b"".join(leaf.tobytes() for leaf in leaves)
@@ -277,7 +283,7 @@ def _after(
     state: State,
     steps: range,
 ) -> tuple[State, list[Array]]:
-    """Runs the steps `steps`; returns the state after them, and their losses."""
+    """Runs `steps` from a state; returns the state after them, and their losses."""
     count = setup.steps * setup.batch_size
     order = jax.device_put(texts.order(seed, windows=len(windows), count=count))
     losses = []
@@ -298,7 +304,7 @@ def _mean(setup: Setup, program: Callable, params: model.Params, test: Array) ->
 
 
 def _test_batch(setup: Setup, count: int) -> int:
-    """Returns the largest batch size, up to training's, that divides `count`."""
+    """Returns the largest divisor of `count` up to the batch size of training."""
     return max(n for n in range(1, setup.batch_size + 1) if count % n == 0)
 
 
@@ -313,7 +319,7 @@ def _init(seed: Int32[Array, ""], setup: Setup, variant: Variant) -> State:
 
 
 def _begin(state: State, setup: Setup, variant: Variant) -> State:
-    """Returns a variant's state that continues from its reference's state."""
+    """Returns a variant's state that continues from the state of its reference."""
     params = jax.tree.map(lambda p: p * variant.nudge, state.params)
     params = _stored(params, variant.param_dtype)
     like = jax.eval_shape(_optimizer(setup, variant).init, params)

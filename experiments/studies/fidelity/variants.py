@@ -1,4 +1,4 @@
-"""Variants to train: the recipe `bf16` with one change, and the recipes themselves."""
+"""Variants to train: recipes, and the recipe `bf16` or `coat` with one change."""
 
 import dataclasses
 from functools import partial
@@ -72,19 +72,25 @@ class Variant:
 
 
 class _NormCopies(PlainRecipe):
-    """A recipe with norms that save FP8 copies of their inputs for backward."""
+    """A recipe in BF16 with FP8 copies of the inputs of norms for the backward pass."""
 
     def norm(self, norm):
-        """Returns a function of weight and x that computes `norm(x)`."""
+        """Returns a function of weight and x that saves only an FP8 copy of x.
+
+        The function computes the norm of x.
+        """
         fn = NORMS[norm.kind]
         return coat.fp8_remat(lambda weight, x: fn(x, weight, eps=norm.eps))
 
 
 class _GateCopies(PlainRecipe):
-    """A recipe with gates that save FP8 copies of their inputs for backward."""
+    """A recipe in BF16 with FP8 copies of the inputs of gates for the backward pass.
+
+    Its norms save no FP8 copies.
+    """
 
     def norm(self, norm):
-        """Returns a function of weight and x that computes `norm(x)`."""
+        """Returns the norm of the recipe `bf16`, a function of weight and x."""
         return UNQUANTIZED.norm(norm)
 
 
@@ -195,7 +201,7 @@ VARIANTS = {variant.name: variant for variant in (*_RECIPES, *_CHANGES)}
 
 
 def chosen(names: str) -> tuple[Variant, ...]:
-    """Returns the variants named in `names`, with commas between; "all" means all.
+    """Returns the variants in `names`, a list with commas; "all" means all variants.
 
     The references of these variants come first, even if they are not named.
 
