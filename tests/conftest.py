@@ -34,10 +34,11 @@ hypothesis.settings.load_profile("fixed")
 
 
 def pytest_configure(config: pytest.Config):
-    """Caches what tests compile; `pytest --cache-clear` empties the cache.
+    """Sets the compilation cache, and makes virtual devices if the tests need them.
 
-    The number of devices is fixed when a process starts, so tests on several devices
-    run in a call of their own, `pytest -m distributed`.
+    `pytest --cache-clear` empties the cache. The number of devices is fixed when a
+    process starts, so tests on several devices run in a call of their own:
+    `pytest -m distributed`.
     """
     if _makes_devices(config.option.markexpr):
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -67,12 +68,12 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]):
-    """Runs the longest files first, so that no worker is left alone with one."""
+    """Moves the longest files to the front, so that workers end at similar times."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_runtest_setup(item: pytest.Item):
-    """Refuses tests on eight devices where `pytest_configure` has made only one."""
+    """Fails a test that needs eight devices if `pytest_configure` has made only one."""
     expression = item.config.option.markexpr
     if item.get_closest_marker("distributed") and not _makes_devices(expression):
         pytest.fail(
@@ -83,7 +84,7 @@ def pytest_runtest_setup(item: pytest.Item):
 
 
 def pytest_collection_finish() -> None:
-    """Spares later collections the objects of modules and tests, which live on."""
+    """Exempts the objects that exist now from later garbage collections."""
     gc.collect()
     gc.freeze()
 
@@ -95,7 +96,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="module")
 def shared_trainers() -> Iterator[None]:
-    """Runs of the main job in a module share their compiled trainers."""
+    """Lets the runs of the main job in a module share their compiled trainers."""
     from helpers import trainers  # Most tests do without the main job.
 
     with trainers.shared():

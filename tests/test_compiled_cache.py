@@ -1,4 +1,4 @@
-"""Tests that tests with a compilation cache of their own leave the common one."""
+"""Tests that a test with its own compilation cache leaves the common one unchanged."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from helpers import compiled_cache
 
 
 def _compile(number: float) -> None:
-    """Compiles a program that no other call with another number compiles."""
+    """Compiles a program that is different for each number."""
     jax.jit(lambda x: x + number)(jnp.ones(3)).block_until_ready()
 
 

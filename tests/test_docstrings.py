@@ -1,4 +1,4 @@
-"""Tests that the examples in docstrings run."""
+"""Tests that public names have docstrings, and that examples in docstrings run."""
 
 import doctest
 import importlib.util

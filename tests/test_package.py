@@ -1,4 +1,4 @@
-"""Tests the wheel's contents, its requirements and imports between packages."""
+"""Tests the wheel, imports between packages, and the README and documentation pages."""
 
 import ast
 import builtins
@@ -52,7 +52,7 @@ def _imports(path):
 
 
 def _undefined(table, names):
-    """Yields global names that functions and classes read and no module defines."""
+    """Yields global names that functions and classes read but `names` does not have."""
     for scope in table.get_children():
         for symbol in scope.get_symbols():
             is_read = symbol.is_global() and symbol.is_referenced()
@@ -99,7 +99,7 @@ _TRAINERS = {"finetune", "pretrain", "studies", "training", "vlm"}
 
 
 def _experiments_imports():
-    """Returns the folders of experiments that each folder's modules import."""
+    """Returns, for each folder of experiments, the folders that its modules import."""
     actual = {name: set() for floor in _FLOORS for name in floor}
     for path in sorted((_ROOT / "experiments").glob("*/**/*.py")):
         folder = path.relative_to(_ROOT / "experiments").parts[0]
@@ -151,7 +151,7 @@ def test_the_api_reference_is_complete():
 def _blocks():
     """Yields the Python code of the README and of each guide, each block once.
 
-    The default run has all but the longest one.
+    The longest block is marked as slow.
     """
     blocks = {}
     for page in (_ROOT / "README.md", *sorted((_ROOT / "docs" / "pages").glob("*.md"))):
@@ -164,7 +164,7 @@ def _blocks():
 
 
 def _printed_figures(text):
-    """Returns the words and the numbers of a text; compilers may change the latter."""
+    """Returns the words of a text, with numbers replaced by 0, and the numbers."""
     number = r"\d[\d,]*\.?\d*"
     values = [float(x.replace(",", "")) for x in re.findall(number, text)]
     return re.sub(number, "0", text).split(), values
@@ -172,7 +172,7 @@ def _printed_figures(text):
 
 @pytest.mark.parametrize("block", list(_blocks()))
 def test_examples_of_readme_and_guides_run(block, capsys):
-    """Comments at a block's end are what it prints."""
+    """Comments at the end of a block show what the block prints."""
     exec(block, {"__name__": "example"})
     comments = re.search(r"\n((?:# .*\n)+)\Z", block)
     if comments:
@@ -223,7 +223,7 @@ def test_the_citation_names_the_version():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with the files that the wheel installs."""
+    """Returns a folder with the files that the wheel installs."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
     subprocess.run(build, cwd=_ROOT, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""Tests that sentences begin as sentences do, and that names say what values are."""
+"""Tests the wording of docstrings and comments, and that names describe values."""
 
 import ast
 import collections
@@ -62,7 +62,10 @@ def _docstrings(source: str) -> list[tuple[int, str]]:
 
 
 def _comments(source: str):
-    """Yields the first line of each comment, if one could begin with a wrong word."""
+    """Yields the row and text of each comment's first line.
+
+    Yields nothing if no comment line of the source begins with a forbidden word.
+    """
     if not re.search(rf"# *({'|'.join(_NOT_IN_COMMENTS.split())})\b", source):
         return
     lines, end = source.splitlines(), 0
@@ -102,12 +105,12 @@ def test_docstrings_end_in_a_full_stop():
 
 
 def _folder(path: Path) -> str:
-    """Returns the folder to count a file in: at most two names long."""
+    """Returns the folder of a file, relative to the root and at most two names long."""
     return "/".join(path.relative_to(_ROOT).parent.parts[:2])
 
 
 def _blocks(source: str) -> Iterator[str]:
-    """Yields docstrings, and comments with the lines that follow one another as one."""
+    """Yields each docstring, and each run of successive comment lines as one text."""
     for _, text in _docstrings(source):
         yield text
     lines = [line.strip() for line in source.splitlines()]
@@ -119,7 +122,7 @@ _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.comprehensio
 
 
 def _local_names(tree: ast.AST) -> Iterator[str]:
-    """Yields arguments, and each name that is assigned within a function."""
+    """Yields the names of arguments and the names that functions assign."""
     scopes = (node for node in ast.walk(tree) if isinstance(node, _SCOPES))
     nodes = {id(node): node for scope in scopes for node in ast.walk(scope)}
     for node in nodes.values():

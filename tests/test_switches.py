@@ -1,6 +1,6 @@
-"""Tests of functions under JAX's switches, in JAX's transformations.
+"""Tests the library's functions under JAX's switches, in JAX's transformations.
 
-Where the plain twin of optax, JAX or Flax works, the library's function must work.
+A function must work wherever its counterpart of optax, JAX or Flax works.
 """
 
 import itertools

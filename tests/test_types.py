@@ -1,4 +1,4 @@
-"""Tests of types: of public names, and of a user's program that checkers accept."""
+"""Tests that public names have types, and that type checkers accept a typed program."""
 
 import inspect
 import json
@@ -40,7 +40,7 @@ def _members(package) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    """The output of pyright for all public names and a user's program."""
+    """Returns pyright's output for all public names and a user's program."""
     packages = (coat_jax, pallas_kernels)
     lines = [f"import {package.__name__}" for package in packages]
     lines += [f"reveal_type({n})" for package in packages for n in _members(package)]

@@ -1,6 +1,6 @@
-"""A smoke test of plain JAX, for every version of JAX and Python that is supported.
+"""A smoke test for every supported version of JAX and Python, without kernels.
 
-One training has the optimizer, residuals and matmuls in FP8; a second model is
+One model trains with an FP8 optimizer, FP8 residuals and FP8 matmuls. A second model is
 converted by `coat.fp8`.
 """
 

@@ -1,4 +1,4 @@
-"""Tests that `coat.quantize` and its formats refuse bad input by name."""
+"""Tests that `coat.quantize` and its formats refuse bad input with a clear error."""
 
 import jax
 import jax.numpy as jnp

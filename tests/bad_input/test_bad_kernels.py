@@ -1,4 +1,4 @@
-"""Tests that kernels refuse bad arrays and options by name."""
+"""Tests that kernels refuse bad arrays and options with a clear error."""
 
 import jax.numpy as jnp
 from helpers.bad_input import BadInput, assert_refused

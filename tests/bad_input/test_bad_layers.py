@@ -1,4 +1,4 @@
-"""Tests that matmuls, layers and models refuse bad input by name."""
+"""Tests that matmuls, layers and models refuse bad input with a clear error."""
 
 import jax
 import jax.numpy as jnp

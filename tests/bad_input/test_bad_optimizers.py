@@ -1,4 +1,4 @@
-"""Tests that optimizers refuse bad options, gradients and states by name."""
+"""Tests that optimizers refuse bad options, gradients and states with a clear error."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Tests that `coat.fp8_remat` refuses bad options by name."""
+"""Tests that `coat.fp8_remat` refuses bad options with a clear error."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Tests that estimates and reports refuse bad input by name."""
+"""Tests that estimates and reports refuse bad input with a clear error."""
 
 import jax
 import jax.numpy as jnp

@@ -62,7 +62,7 @@ def blocks():
 
 
 def runs(fn, *args) -> int:
-    """Returns the number of matmuls with FP8 operands, wherever they lie."""
+    """Returns how often the program of `fn` names the dtype of FP8 operands."""
     return str(jax.make_jaxpr(fn)(*args)).count("f8_e4m3fn")
 
 
@@ -72,7 +72,7 @@ def gradient(model):
 
 
 def nearly(light, plain):
-    """Asserts that gradients are nearly the same, and not the same."""
+    """Asserts that the gradients of two models differ, but by less than 15%."""
     actual, expected = flat(gradient(light)), flat(gradient(plain))
     difference = np.linalg.norm(actual - expected)
     assert 0 < difference < 0.15 * np.linalg.norm(expected)

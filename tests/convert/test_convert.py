@@ -92,7 +92,13 @@ def fp8_parameters(fn, params) -> set[str]:
 
 
 def _follow(jaxpr, names, actual):
-    """Follows arrays of a parameter's size to their casts."""
+    """Adds to `actual` the names of the parameters that a jaxpr casts to FP8.
+
+    Args:
+      jaxpr: The jaxpr, which is searched with its inner jaxprs.
+      names: The parameter that each variable is computed from, if it is known.
+      actual: The set of names.
+    """
     for eqn in jaxpr.eqns:
         arguments = {i: v for i, v in enumerate(eqn.invars) if not hasattr(v, "val")}
         arguments = {i: names[v] for i, v in arguments.items() if v in names}
@@ -220,7 +226,7 @@ def test_functions_are_one_block():
 
 @pytest.mark.parametrize("order", ["bof,bif->bio", "bfo,bif->boi", "fbo,ibf->ibo"])
 def test_batched_weights_in_any_order_of_axes(order):
-    """Experts: the weights are the first operand, and results have any order."""
+    """The weights are the first operand, and the result has any order of axes."""
 
     def experts(w, x):
         return jnp.einsum(order, w, x)

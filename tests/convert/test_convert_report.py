@@ -198,7 +198,7 @@ def test_matmuls_that_are_in_fp8_already_count():
 
 
 def test_report_says_that_few_rows_stay_as_they_are():
-    """Rows that `vmap` adds are not known yet."""
+    """The report counts the rows of this call; an outer `vmap` may add others."""
 
     def fn(params, x):
         return params["left"] @ x.T, x @ params["right"]

@@ -1,4 +1,4 @@
-"""Tests of `coat.fp8` of mixtures of experts that others wrote with `ragged_dot`."""
+"""Tests of `coat.fp8` on mixtures of experts that users write with `ragged_dot`."""
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ def test_the_report_lists_experts():
 
 
 class Choosing(nnx.Module):
-    """A matmul of 128 outputs, on which a choice depends or not."""
+    """A model with two matmuls; `choose` gets the softmax of the second's result."""
 
     def __init__(self, choose, outputs=128):
         rngs, self.choose = nnx.Rngs(0), choose
@@ -118,7 +118,7 @@ class Choosing(nnx.Module):
     ],
 )
 def test_routers_stay_as_they_are(choose):
-    """The matmul before the router is not one that chooses."""
+    """The router's matmul stays as it is, and the matmul before it becomes FP8."""
     model = coat.fp8(Choosing(choose), blocks="")
     rows = {row.parameter: row.reason for row in coat.fp8_report(model, tokens()).rows}
     assert rows["inner/kernel"] == ""

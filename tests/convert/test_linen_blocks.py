@@ -21,7 +21,7 @@ X = jax.random.normal(jax.random.key(0), (8, 16, WIDTH))
 
 
 class ScanBlock(nn.Module):
-    """A block of the user, the name of which begins as Flax's own classes do."""
+    """A user's block with a name that begins like the names of Flax's own classes."""
 
     @nn.compact
     def forward(self, x):
@@ -47,14 +47,14 @@ class LinenTower(nn.Module):
 
 
 def parameters(light, plain):
-    """Returns abstract parameters, which are the same of both models."""
+    """Returns the abstract parameters of two models, asserting that they are equal."""
     params = jax.eval_shape(plain.init, jax.random.key(0), X)
     assert jax.eval_shape(light.init, jax.random.key(0), X) == params
     return params
 
 
 def nearly(light, plain):
-    """Asserts that gradients are nearly the same, and not the same."""
+    """Asserts that the gradients of two models differ, but by less than 15%."""
     params = jax.jit(plain.init)(jax.random.key(0), X)
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -69,7 +69,7 @@ class Stack(eqx.Module):
 
 @jax.tree_util.register_pytree_node_class
 class Plain:
-    """A class of its own, with a method that is called and static data."""
+    """A callable pytree class without Equinox, with two arrays and a static scale."""
 
     def __init__(self, first, second, scale):
         assert not isinstance(first, int)
@@ -126,7 +126,7 @@ WRAPS = pytest.mark.parametrize("wrap", [coat.fp8_remat, coat.fp8])
 
 
 def of_arrays(module):
-    """Returns a function of a module's arrays and an input, and these arguments."""
+    """Returns a function of a module's arrays and an input, the arrays, and `X`."""
     leaves, tree = jax.tree.flatten(module)
     arrays = {i: x for i, x in enumerate(leaves) if eqx.is_array(x)}
 
@@ -137,7 +137,7 @@ def of_arrays(module):
 
 
 def nearly(light, plain):
-    """Asserts that gradients are nearly the same, and not the same."""
+    """Asserts that the gradients of two modules differ, but by less than 15%."""
 
     def gradient(module):
         call, arrays, x = of_arrays(module)

@@ -1,4 +1,4 @@
-"""Tests attention on meshes: devices have some sequences, or some heads."""
+"""Tests attention with sequences or heads sharded over a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(autouse=True)
 def definitions(monkeypatch):
-    """Runs the definition in the kernel's place, on each device's part."""
+    """Runs the reference instead of the kernel on each device's shard."""
     for operation in (api._Attention, api._AttentionGrad):
         monkeypatch.setattr(
             operation, "kernel", lambda self, *arrays: self.reference(*arrays)
@@ -52,7 +52,7 @@ def test_devices_compute_their_sequences_and_heads(kind, spec):
 
 
 def test_more_devices_than_key_heads():
-    """XLA would split key heads over a part of the axis that splits query heads."""
+    """XLA would shard key heads over only a part of the axis that query heads use."""
     rng = np.random.default_rng(0)
     q, k, v = (
         jnp.asarray(rng.standard_normal((2, 16, heads, 8)), jnp.float32)

@@ -1,4 +1,4 @@
-"""Tests context parallelism on virtual devices: values, exchanges, bytes, refusals."""
+"""Tests context parallelism on virtual devices: values, collectives, bytes, errors."""
 
 import functools
 import re
@@ -57,7 +57,7 @@ def context_of(sizes, axis_type=AxisType.Auto):
 
 
 def batch(length=LENGTH):
-    """Returns packed tokens, targets, segments that cross parts, and weights."""
+    """Returns tokens, targets, segments and weights of packed sequences."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (BATCH, length + 1), np.int32)
     segments = np.sort(rng.integers(0, 4, (BATCH, length)), axis=1).astype(np.int32)
@@ -89,7 +89,10 @@ def alone(recipe, length=LENGTH, **changes):
 
 
 def on_mesh(context, variables, of_parts=True, length=LENGTH):
-    """Returns variables and the batch on a mesh, and the results' shardings."""
+    """Returns a step's arguments on a mesh, and the shardings of its results.
+
+    Parameters are sharded if `of_parts` is true, and replicated if it is false.
+    """
     mesh = context.mesh
     names = tuple(n for n in ("fsdp", "context") if of_parts and n in mesh.axis_names)
 
@@ -108,7 +111,7 @@ def on_mesh(context, variables, of_parts=True, length=LENGTH):
 
 
 def run_on(context, recipe, of_parts=True, length=LENGTH, **changes):
-    """Returns the loss, gradients and program of a step on a mesh."""
+    """Returns the loss and gradients of a step on a mesh, and the program's text."""
     variables, _ = alone(recipe, length, **changes)
     args, results = on_mesh(context, variables, of_parts, length)
     step = jax.value_and_grad(step_of(config_of(recipe, context, **changes)))
@@ -119,7 +122,7 @@ def run_on(context, recipe, of_parts=True, length=LENGTH, **changes):
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Lets operations run as with Hopper GPUs, on one device and on meshes."""
+    """Makes operations choose kernels, as on Hopper GPUs, with and without a mesh."""
     with pytest.MonkeyPatch.context() as patch:
         as_kernels(patch)
         yield
@@ -128,7 +131,7 @@ def kernels():
 
 @pytest.fixture(scope="module")
 def fp8_on_four(kernels):
-    """Returns what `run_on` does for the FP8 flow on four devices."""
+    """Returns the result of `run_on` for the recipe `coat` on four devices."""
     return run_on(context_of(MESHES["2 x 2"]), "coat")
 
 
@@ -168,10 +171,10 @@ def test_other_recipes_have_the_codes_of_one_device(recipe, sizes, changes):
 
 
 def assert_same(actual, expected):
-    """Checks a loss and gradients: codes are the same, and sums of float32 are not.
+    """Checks that a loss and gradients differ only by the order of float32 sums.
 
-    Groups of quantization lie within tokens. The parts' own scales of gradients are
-    powers of two.
+    FP8 codes are the same: quantization groups are within tokens, and scales of
+    gradients that devices choose for their shards are powers of two.
     """
     assert actual[0] == pytest.approx(float(expected[0]), rel=1e-6)
     assert max(distances(actual[1], expected[1])) < 2e-5
@@ -205,7 +208,7 @@ def test_devices_exchange_heads_and_gather_no_activations(fp8_on_four):
 
 
 def test_saved_bytes_are_shards():
-    """Parts of sequences save together what whole sequences do."""
+    """The shards of sequences together save as many bytes as the complete sequences."""
     variables, _ = alone("coat")
     context = context_of({"context": 2})
     args, _ = on_mesh(context, variables)

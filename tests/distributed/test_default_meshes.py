@@ -1,4 +1,4 @@
-"""Tests models on a mesh as `jax.make_mesh` makes it: `jax.set_mesh`, explicit axes."""
+"""Tests models on a mesh with explicit axes, the default of `jax.make_mesh`."""
 
 import dataclasses
 

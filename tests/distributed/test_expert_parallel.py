@@ -1,6 +1,6 @@
-"""Tests of experts that a mesh axis splits: rows that travel, layers and models.
+"""Tests of experts sharded over a mesh axis: exchanged rows, layers and models.
 
-The oracle of rows is NumPy. Layers and models are compared with one device.
+Rows are compared with NumPy, and layers and models with one device.
 """
 
 import dataclasses
@@ -42,7 +42,13 @@ def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> jax.sharding.Mesh:
 
 
 def ids_of(load: str, count: int, experts: Experts) -> np.ndarray:
-    """Returns the experts of each token [devices, tokens, choices]."""
+    """Returns random expert ids for each token, int [devices, tokens, choices].
+
+    Args:
+      load: "one device" or "empty experts" restrict the choice; other names do not.
+      count: The number of devices.
+      experts: The settings of the experts. Shared experts are the last choices.
+    """
     rng, (first, second) = np.random.default_rng(3), (0, COUNT)
     if load == "one device":
         first, second = COUNT // 2, COUNT // 2 + experts.top_k
@@ -60,13 +66,13 @@ def ids_of(load: str, count: int, experts: Experts) -> np.ndarray:
 
 
 def devices_of(ids: np.ndarray, count: int) -> np.ndarray:
-    """Returns the device of each choice but shared experts', by sender."""
+    """Returns the device of each chosen expert that is not shared, for each sender."""
     chosen = ids[ids < COUNT] // (COUNT // count)
     return chosen.reshape(len(ids), -1)
 
 
 def expected_rows(ids: np.ndarray, device: int, experts: Experts) -> list:
-    """Returns the sender, token and choice of each row of a device, by expert."""
+    """Returns sender, token and choice of each row on a device, sorted by expert."""
     each = COUNT // len(ids)
     here = [*range(device * each, (device + 1) * each)]
     here += range(COUNT, experts.num_groups)
@@ -168,7 +174,7 @@ def layer_of(name: str, experts: Experts, batch_axes=None):
 
 
 def passes(name: str, experts: Experts, batch_axes=None):
-    """Returns a function that computes a layer's experts and all gradients."""
+    """Returns a jitted function that computes a layer's results and all gradients."""
     layer = layer_of(name, experts, batch_axes)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
@@ -181,7 +187,15 @@ def passes(name: str, experts: Experts, batch_axes=None):
 
 
 def placed(mesh, params, *of_tokens, axes, weights=None):
-    """Returns parameters and arrays of tokens on a mesh."""
+    """Returns parameters and arrays of tokens on a mesh.
+
+    Args:
+      mesh: The mesh.
+      params: The parameters by name; only the experts' weights are sharded.
+      *of_tokens: Arrays with tokens along the first axis.
+      axes: The mesh axes that shard the tokens.
+      weights: The spec of the experts' weights; None shards them over "expert".
+    """
     weights = P("expert") if weights is None else weights
     places = {
         name: NamedSharding(mesh, weights if name in ("gate_up", "down") else P())
@@ -298,7 +312,11 @@ def test_what_a_mesh_cannot_split_is_refused():
 
 
 def results(recipe, mesh=None, released=False):
-    """Returns the loss, the loads, and gradients or new parameters of a model."""
+    """Returns a model's loss, its routing, and its gradients.
+
+    With `released` a step of `coat.value_and_update` is made, and its new parameters
+    take the place of the gradients.
+    """
     axes = None if mesh is None else mesh.axis_names
     config = llama.LlamaConfig(
         vocab_size=96,

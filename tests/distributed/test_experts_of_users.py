@@ -16,7 +16,7 @@ TOKENS, CHOICES, EXPERTS, HIDDEN, INNER = 24, 2, 4, 32, 32
 
 @coat.fp8_remat
 def layer(params, x, ids):
-    """Copies tokens to rows, applies experts, and adds up the rows of each token."""
+    """Copies tokens to rows, applies experts, and sums the rows of each token."""
     order, sizes = jnp.argsort(ids), jnp.bincount(ids, length=EXPERTS)
     rows = coat.fp8_ragged_dot(x[order // CHOICES], params["gate_up"], sizes)
     gate, up = jnp.split(rows, 2, axis=-1)

@@ -24,7 +24,7 @@ def config_of(recipe: str, **changes) -> llama.LlamaConfig:
 
 
 def results(recipe: str, mesh=None):
-    """Returns the loss, the loads and the gradients, in float32."""
+    """Returns the loss, the load of each expert, and the gradients of a model."""
     config = config_of(
         recipe,
         dtype=jnp.bfloat16,

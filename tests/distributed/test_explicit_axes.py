@@ -29,7 +29,7 @@ def mesh_of(kind, of_columns=None):
 
 
 def numbers(shapes):
-    """Returns an array of each shape, in BF16."""
+    """Returns a random BF16 array of each shape, by name."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return {
         name: jax.random.normal(key, shape, jnp.bfloat16) / 8
@@ -43,13 +43,16 @@ def as_it_is(x, spec):
 
 
 def moved(x, spec):
-    """Says how an array is split if it is on a mesh."""
+    """Returns `x`, resharded to `spec` if a mesh is set."""
     on_mesh = not jax.sharding.get_abstract_mesh().empty
     return jax.sharding.reshard(x, spec) if on_mesh else x
 
 
 def mlp(params, x, mark=as_it_is):
-    """Computes a gated MLP of an RMSNorm, with a bias, on the residual stream."""
+    """Adds a gated MLP of the RMSNorm of `x`, with a bias, to `x`.
+
+    `mark(array, spec)` may set the sharding of intermediate arrays.
+    """
     explicit = jax.typeof(x).sharding.mesh.explicit_axes
     specs = {"out_sharding": jax.typeof(x).sharding} if explicit else {}
     wide = x.astype(jnp.float32)
@@ -68,7 +71,7 @@ def results(fn, params, x):
 
 
 def saved(fn, params, *xs):
-    """Returns the arrays that backward reads, and as what."""
+    """Returns the shape, dtype and kind of each residual of `fp8_remat(fn)`."""
     report = coat.residual_report(coat.fp8_remat(fn), params, *xs)
     return sorted((row.shape, str(row.dtype), row.kept) for row in report.rows)
 

@@ -1,4 +1,4 @@
-"""Tests fine-tunings on virtual devices: losses, microbatches, adapters, a program."""
+"""Tests fine-tuning on virtual devices: losses, microbatches, adapters, the program."""
 
 import json
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of a tiny model with biases."""
+    """Returns the folder of a tiny model with biases."""
     return write_model(tmp_path_factory.mktemp("base") / "model", qkv_bias=True)
 
 

@@ -1,6 +1,6 @@
-"""Tests cuDNN's attention on meshes: devices have some sequences, or some heads.
+"""Tests cuDNN's attention with sequences or heads sharded over a mesh.
 
-A function that saves the same runs in cuDNN's place.
+A JAX function with the same residuals runs instead of cuDNN.
 """
 
 import functools
@@ -35,7 +35,7 @@ MASKS = {"none": None, "all": (1, 1), "sequences": (B, 1), "heads": (1, N)}
 
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
-    """The shapes of queries that attention gets."""
+    """Returns a list to which each call of attention adds the shape of its queries."""
     shapes = []
 
     def attention(scores, q, k, v, mask):
@@ -82,7 +82,7 @@ def assert_close(actual, expected, atol=1e-5):
 
 
 def on_mesh(*splits, kind=AxisType.Auto):
-    """Returns `arrays()`, split over a mesh of four devices."""
+    """Returns a mesh of four devices, and `arrays()` sharded over it."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
     shardings = [NamedSharding(mesh, split) for split in splits]
     return mesh, list(map(jax.device_put, arrays(), shardings))
@@ -120,7 +120,7 @@ def test_arrays_may_be_split_differently():
 
 
 def test_types_need_not_tell_the_mesh():
-    """Types of arrays of the host do not, even if `jax.jit` has `in_shardings`."""
+    """The type of a host array has no mesh, even if `jax.jit` has `in_shardings`."""
     mesh, _ = on_mesh()
     run = jax.jit(
         functools.partial(passes, lambda q, k, v, _: ours(q, k, v, None)),
@@ -151,7 +151,7 @@ def test_under_vmap(parts):
 
 @pytest.fixture
 def rewritten(monkeypatch):
-    """Rewrites attention in BF16 as on a GPU."""
+    """Makes `fp8_remat` rewrite attention in BF16 as on a GPU."""
     monkeypatch.setattr(rewriting, "_has_kernel", lambda: True)
     monkeypatch.setattr(rewriting, "has_flash_attention", lambda q: q.dtype == BF16)
 
@@ -186,7 +186,7 @@ def merged(q, k, v):
     ids=["shared heads", "parts of heads", "parts of sequences"],
 )
 def test_parts_that_devices_do_not_divide_are_whole(fn, shapes, splits, parts):
-    """XLA splits the arrays over parts of the mesh's axis before attention."""
+    """XLA shards the arrays over a part of the mesh axis before attention."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal(s), BF16) for s in (*shapes, shapes[1]))
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))

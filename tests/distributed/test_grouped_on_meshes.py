@@ -37,7 +37,7 @@ def drawn(*shape, seed=0):
 
 
 def compiled(fn, *arrays):
-    """Returns the result of a function and its compiled program."""
+    """Returns the result of a function and the text of its compiled program."""
     program = jax.jit(fn).lower(*arrays).compile()
     return program(*arrays), program.as_text()
 
@@ -72,7 +72,7 @@ def test_features_are_split(of_a, of_b, moved):
 
 @pytest.mark.parametrize("of_k", [None, "data"])
 def test_amaxes_are_of_the_whole_result(of_k):
-    """A sum over devices has its amax only after the sum."""
+    """The amax of a result that is summed over devices is computed after the sum."""
     a, b = drawn(ROWS, K), drawn(GROUPS, N, K, seed=1)
     b = b.at[2, N - 1].set(8.0)  # The largest results are on the last device.
     sizes, where = jnp.asarray(SIZES), mesh()
@@ -138,7 +138,7 @@ def test_ragged_dot_splits_features():
 
 
 def test_shards_of_tokens_are_mapped():
-    """Each device sorts its own tokens, and weights are whole."""
+    """Each device sorts its own tokens, and weights are replicated."""
     arrays = x, w, sizes, dy = operands()
     mapped = jax.vmap(passes, in_axes=(0, None, 0, 0))
     where = mesh()

@@ -1,4 +1,4 @@
-"""Tests checkpoints on meshes: each device reads its part, and saving gathers it."""
+"""Tests checkpoints on meshes: devices read their shards, and saving gathers them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests of decoder layers on eight virtual devices: what runs where, and what moves."""
+"""Tests of decoder layers on eight virtual devices: kernels, values and collectives."""
 
 import functools
 import re
@@ -67,24 +67,24 @@ def rows(dtype=jnp.bfloat16):
 
 
 def fully_sharded(param) -> P:
-    """Returns the spec of a parameter of a layer under FSDP."""
+    """Returns the PartitionSpec of a layer's parameter under FSDP."""
     if param.ndim < 2:
         return P()
     return P(None, "fsdp") if param.ndim == 3 else P("fsdp")
 
 
 def on(mesh, params, x, dy, spec=lambda param: P()):
-    """Places a layer's arguments on a mesh, with the batch split over all devices."""
+    """Places a layer's arguments on a mesh, with the batch sharded over all devices."""
     placements = jax.tree.map(lambda p: NamedSharding(mesh, spec(p)), params)
     batch = NamedSharding(mesh, BATCH)
     return jax.device_put((params, x, dy), (placements, batch, batch))
 
 
 def ran(fn, *args) -> set[tuple[str, str]]:
-    """Returns the implementations that run of each operation.
+    """Returns pairs of an operation and the implementation that runs it.
 
-    Scales from maxima that are spread are XLA's on a mesh, and attention is XLA's
-    without a GPU: they are left out.
+    Two operations are left out, because XLA computes them here: `tensor_scales` of
+    sharded maxima on a mesh, and `attention` without a GPU.
     """
     actual = {(c.operation, c.implementation) for c in explain(fn, *args).choices}
     return {call for call in actual if call[0] not in ("tensor_scales", "attention")}
@@ -149,7 +149,7 @@ def in_float32():
 
 
 def without_histories(results):
-    """Returns the results of `gradients` without amax histories, and these."""
+    """Returns the results of `gradients` without amax histories, and the histories."""
     y, dparams, dx = results
     saved = nnx.State({name: x for name, x in dparams.items() if name != "amax"})
     return (y, saved, dx), jax.tree.leaves(dparams.get("amax", {}))

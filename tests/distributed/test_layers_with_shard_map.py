@@ -30,14 +30,14 @@ def arguments():
 
 
 def of_rows(params, x):
-    """Computes an MLP of a device's rows."""
+    """Computes a norm and an MLP for a device's rows, and adds them to `x`."""
     rate = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
     h = jax.nn.gelu(x * rate * params["scale"] @ params["up"])
     return x + jax.jit(jnp.dot)(h, params["down"])
 
 
 def of_columns(params, x):
-    """Computes an MLP with a device's part of its hidden columns."""
+    """Computes `of_rows` with a device's part of the MLP's hidden columns."""
     y = of_rows(params, x) - x
     return x + lax.psum(y, "data")
 
@@ -49,7 +49,7 @@ def mesh_of(axis_type, shape=(DEVICES,), names=("data",)):
 
 
 def layer(fn, params_spec, rows, mesh, params, x, **options):
-    """Applies a function of devices between two operations on whole arrays."""
+    """Applies `fn` in a `shard_map`, between two operations on whole arrays."""
     specs = {"in_specs": (params_spec, rows), "out_specs": rows}
     return jnp.cos(jax.shard_map(fn, mesh=mesh, **specs, **options)(params, jnp.sin(x)))
 

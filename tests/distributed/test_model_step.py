@@ -18,7 +18,7 @@ MODEL = model_step.ModelSize(
 
 @pytest.mark.parametrize("case", ["coat", slow("bf16"), slow("te")])
 def test_a_step_on_two_devices_has_the_losses_of_one(case):
-    """Two sequences on each of two devices are the batch of four of one device."""
+    """Two devices with two sequences each train as one device with all four."""
     one = model_step.measure(case, MODEL, 4, 2, model_step.ONE_GPU)
     two = model_step.measure(case, MODEL, 2, 2, model_step.Spread(gpus=2))
     assert (two["mesh"], two["gpus"]) == ("fsdp=2", 2)

@@ -39,14 +39,14 @@ def mesh_of(rows: int, columns: int, axis_type=AUTO):
 
 @pytest.fixture
 def as_kernel(monkeypatch):
-    """Runs the reference in custom_partitioning, as several GPUs do the kernel."""
+    """Runs the reference in custom_partitioning, as the kernel runs on several GPUs."""
     monkeypatch.setattr(devices, "has_hopper", lambda: True)
     as_kernels(monkeypatch)
 
 
 @pytest.fixture(params=["kernel", "jnp"])
 def either(request):
-    """Steps quantized moments by `as_kernel` or by XLA's own partitioner."""
+    """Lets `as_kernel` or XLA partition the steps of quantized moments."""
     if request.param == "kernel":
         request.getfixturevalue("as_kernel")
 
@@ -84,8 +84,8 @@ def test_sharded_steps_are_one_devices_in_place_and_move_nothing(
 def test_moments_in_float32_beside_quantized_ones(how):
     """The bits agree if XLA's algebraic simplifier is off.
 
-    The simplifier may replace x / c by x * (1 / c), which rounds otherwise. It does so
-    in one of the two programs only.
+    The simplifier may replace x / c by x * (1 / c), which rounds differently. It does
+    so in one of the two programs only.
     """
     tx, layout = coat.fp8_adamw(1e-2, weight_decay=0.1), only("small", "fsdp")
     options = {"xla_disable_hlo_passes": "algsimp"}
@@ -125,7 +125,7 @@ def test_cut_groups_are_announced_and_cost_no_more_than_time(
 
 @pytest.mark.usefixtures("either")
 def test_parameters_on_every_device_with_sharded_moments():
-    """The step happens where the moments are, as in ZeRO's first stage."""
+    """The step runs on the shards of the moments, as in ZeRO's first stage."""
     tx, mesh, key = coat.fp8_adamw(1e-2), mesh_of(4, 2), jax.random.key(0)
     layout = {"w": LAYOUT["both"]}
     grads, state, params = placed(tx, mesh, layout)
@@ -273,7 +273,7 @@ def test_an_array_by_itself():
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data", "model")])
 def test_a_report_of_moments_is_one_devices(kind, spec):
-    """Stacks are read layer by layer, also where devices have other layers."""
+    """Stacks are read layer by layer, even if devices have different layers."""
     tx, mesh = coat.fp8_adamw(1e-2), mesh_of(2, 2, kind)
     stack = jax.random.normal(jax.random.key(0), (4, 64, 256))
     _, state = tx.update(stack, tx.init(stack), stack)

@@ -1,4 +1,4 @@
-"""Tests steps inside backward on eight virtual devices."""
+"""Tests optimizer steps in the backward pass on eight virtual devices."""
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def test_fsdp_has_the_bits_of_the_ordinary_step(monkeypatch, kernels):
 
 @pytest.mark.parametrize("make", [lambda: coat.fp8_adamw(1e-3), lambda: optax.sgd(0.1)])
 def test_steps_within_shard_map(make):
-    """Replicated parameters: each layer's gradients are summed over devices."""
+    """Gradients of replicated parameters are summed over devices, layer by layer."""
     mesh, tx = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), make()
     mean = loss_of(coat.scan_layers)
     params, batch = parameters(stacked=True), jnp.tile(tokens(), (2, 1))

@@ -29,7 +29,7 @@ SPECS = {"up": P(None, "model"), "down": P("model", None), "x": P("data", None)}
 
 @pytest.fixture(params=["kernel", "jnp"])
 def either(request, monkeypatch):
-    """Makes copies in jnp, with custom_partitioning (as kernels do) or without."""
+    """Makes FP8 copies with jnp, within custom_partitioning (as kernels are) or not."""
     if request.param == "kernel":
         as_kernels(monkeypatch)
     yield request.param
@@ -48,7 +48,7 @@ def mlp(params, x):
 
 @functools.cache
 def numbers(hidden: int):
-    """Parameters and rows, in the host's memory."""
+    """Returns the MLP's parameters and its input as NumPy arrays."""
     shapes = {"up": (64, hidden), "down": (hidden, 64), "x": (256, 64)}
     values = {
         name: np.asarray(normal(seed, *shape))
@@ -74,7 +74,7 @@ def gradients(fn):
 
 @functools.cache
 def plain_program(axis_type):
-    """The gradient program of plain autodiff, compiled for the mesh."""
+    """Returns the gradient program of plain autodiff, compiled for a mesh."""
     mesh = mesh_of(axis_type)
     with jax.set_mesh(mesh):
         return gradients(mlp).lower(*arguments(mesh)).compile()
@@ -82,7 +82,7 @@ def plain_program(axis_type):
 
 @functools.cache
 def of_one_device(policy=None, hidden: int = 256):
-    """Gradients computed on one device, where copies are made in jnp."""
+    """Returns the gradients that one device computes, with FP8 copies made in jnp."""
     return jax.device_get(gradients(fp8_remat(mlp, policy=policy))(*numbers(hidden)))
 
 
@@ -184,7 +184,7 @@ def test_random_bits_are_made_where_they_are_needed(axis_type):
 @pytest.mark.internals
 @pytest.mark.parametrize("spec", [P(None, ("data", "model")), P("model", "data")])
 def test_groups_that_a_mesh_cuts(spec):
-    """The last axis is cut within groups of 16; copies have the parts of the array."""
+    """Shards end within groups of 16, and copies are sharded like the array."""
     mesh = mesh_of(EXPLICIT)
 
     def fn(scale, x):
@@ -205,7 +205,7 @@ def test_groups_that_a_mesh_cuts(spec):
 @needs_kernels
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 def test_policies_know_matmuls_on_meshes(axis_type):
-    """Each is a kernel on GPUs, in an operation that devices split."""
+    """Each matmul is a kernel on GPUs, in an operation that is sharded over devices."""
     mesh, seen = mesh_of(axis_type), set()
 
     def policy(primitive, *types, **params):

@@ -1,7 +1,7 @@
 """Tests that layers and matmuls run within `shard_map` with its default arguments.
 
-There types say over which devices an array's values differ, and gradients of arrays
-with equal values are added up.
+By default, types say over which mesh axes an array's values vary, and gradients of
+arrays with equal values on all devices are summed.
 """
 
 import functools
@@ -46,7 +46,10 @@ def shards(x):
 
 
 def by_shards(fn, params, x, dy):
-    """Returns what `fn` returns for the shards, with gradients of `params` added up."""
+    """Applies `fn` to each shard and returns the outputs and gradients of all shards.
+
+    Gradients of `params` are summed over shards; the other arrays are concatenated.
+    """
     one = jax.jit(fn)
     actual = [one(params, *rows) for rows in zip(shards(x), shards(dy), strict=True)]
     ys, dparams, dxs = zip(*jax.device_get(actual), strict=True)
@@ -62,7 +65,7 @@ def assert_near(actual, expected):
 
 
 def assert_those_of_shards(apply, params, x, dy):
-    """Compares outputs and gradients with each shard's on one device."""
+    """Checks outputs and gradients in `shard_map` against `by_shards` on one device."""
 
     def run(params, x, dy):
         y, vjp = jax.vjp(apply, params, x)
@@ -168,7 +171,7 @@ def test_matmuls_of_other_layers_run_on_each_devices_rows(apply):
 @pytest.mark.internals
 @pytest.mark.parametrize("fn", [dots, dense], ids=["fp8", "bf16"])
 def test_weights_that_a_layer_gathers(fn):
-    """Devices have parts of weights, and gather them anew in the backward pass."""
+    """Devices have shards of weights, and gather them again in the backward pass."""
     weights, x, dy = arguments()
 
     def run(gathered, weights, x, dy):

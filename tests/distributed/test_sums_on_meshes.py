@@ -1,4 +1,4 @@
-"""Tests of matmuls on eight virtual devices that split what is summed."""
+"""Tests of matmuls with their contracted axis sharded over eight virtual devices."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def test_the_accumulator_is_added_once(result, monkeypatch):
 
 
 def test_a_blocks_last_matmul_stays_split(monkeypatch):
-    """The residual stream is added, and no device computes another one's part."""
+    """The residual stream is added, and no device computes another device's part."""
     as_kernels(monkeypatch)
     f = 4 * K
 

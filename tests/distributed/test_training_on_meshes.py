@@ -61,7 +61,7 @@ def _advance(trainer, state, batches):
 
 @functools.cache
 def _rows(*args, **changes):
-    """Returns losses and norms of a few steps, and a loss of validation after them."""
+    """Returns losses and gradient norms of a few steps, and then a validation loss."""
     trainer = _trainer(*args, **changes)
     state, actual = _advance(trainer, trainer.init(), _batches())
     return np.append(actual, trainer.evaluate(state, [*_batches(1)]))
@@ -147,7 +147,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def on_devices(monkeypatch):
-    """Runs the main job on the first few of the devices."""
+    """Returns a function that runs the main job on the first `count` devices."""
     all_devices = jax.devices()
     monkeypatch.setattr(job, "seconds_per_step", lambda *_: 1.0)
 
@@ -173,7 +173,7 @@ def _free_port() -> int:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_and_stop_together(text, tmp_path, on_devices):
-    """A signal to the second one stops both, and one process goes on."""
+    """A signal to the second process stops both, and one process resumes the run."""
     argv = [*_TINY, *text, "--steps", "60", "--eval-every", "60"]
     out, alone = tmp_path / "run", tmp_path / "alone"
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")

@@ -1,8 +1,8 @@
 """Tests of optimizer states sharded over the data axis, where parameters are not.
 
-MaxText does so in three steps, which are written anew here. It adds the data axis to
-the sharding of every array of the state. It looks the first moments up by name, and
-gives their shardings to the parameters at the same paths. Then it jits the step.
+MaxText does this in three steps, which these tests repeat. It adds the data axis to the
+sharding of every array of the state. It looks the first moments up by name, and gives
+their shardings to the parameters at the same paths. Then it jits the step.
 """
 
 import jax
@@ -29,7 +29,10 @@ def _random(seed):
 
 
 def _with_data(mesh, x):
-    """Returns a sharding over the data axis, along the first axis that it divides."""
+    """Returns a sharding over "data" for the first axis of `x` that can be divided.
+
+    The array is replicated if no axis can be divided.
+    """
     size = mesh.shape["data"]
     complete = [None] * len(x.shape)
     for axis, length in enumerate(x.shape):
@@ -39,7 +42,7 @@ def _with_data(mesh, x):
 
 
 def _shardings(tx, params, mesh, variant):
-    """Returns the shardings of the state and, found by path, of the parameters."""
+    """Returns the state's shardings, and the first moments' shardings by path."""
     if variant == "from parameters":
         requested = jax.tree.map(lambda p: _with_data(mesh, p), params)
         state = coat.opt_state_sharding(tx, params, requested)
@@ -84,7 +87,7 @@ def test_steps_are_those_of_one_device(way, fused):
 
 
 def test_codes_are_one_key_behind_their_parameters_path():
-    """A look-up by path finds small moments, and not those that are quantized."""
+    """A look-up by a parameter's path finds its moment only if it is not quantized."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     tx, params = coat.fp8_adamw(1e-2), _random(0)
     _, by_path = _shardings(tx, params, mesh, "each array")

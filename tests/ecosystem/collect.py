@@ -2,7 +2,7 @@
 
     uv run python tests/ecosystem/collect.py FOLDER
 
-Rows of programs that FOLDER has no file of stay as they are.
+Rows of programs without a file in FOLDER stay as they are.
 """
 
 import argparse

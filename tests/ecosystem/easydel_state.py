@@ -1,4 +1,4 @@
-"""EasyDeL: EasyDeLState.init_tx and apply_gradients on a Llama."""
+"""Trains a Llama with EasyDeL's `EasyDeLState`: `init_tx` and `apply_gradients`."""
 
 import easydel
 import jax
@@ -34,7 +34,7 @@ def _state():
 
 
 class Run:
-    """A run of `apply_gradients` under jit."""
+    """Trains a Llama with `apply_gradients` under jit."""
 
     def __init__(self, tx):
         state, self._mesh = _state()
@@ -53,7 +53,7 @@ class Run:
         self._step = step
 
     def step(self, number):
-        """Trains on one batch."""
+        """Trains on batch `number` and returns the loss."""
         batch = jnp.asarray(tokens(number, batch=_BATCH, length=_LENGTH, vocab=_VOCAB))
         with self._mesh:
             self._state, loss = self._step(self._state, batch)
@@ -73,7 +73,7 @@ class Run:
 
 
 def rows():
-    """Returns the rows of this environment."""
+    """Trains all models of this program and returns a row of results for each."""
     packages = ["easydel", "eformer"]
 
     def hooked(tx):

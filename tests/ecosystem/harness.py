@@ -1,12 +1,12 @@
-"""Trains models of other codebases with optax's AdamW and with ours, and compares.
+"""Compares optax's AdamW with `coat.fp8_adamw` on models of other codebases.
 
 Each program of this folder has a function of an optimizer that returns a `Run`: a model
-of the codebase in the codebase's own training step. `compare` trains it for 100 steps
-with `optax.adamw` and with `coat.fp8_adamw`, stops the latter in the middle, restores
-what it saved into a new run, and goes on.
+of the codebase in the codebase's own training step. `compare` trains the model for 100
+steps with each optimizer. It also restores the state that `coat.fp8_adamw` has after 50
+steps into a new run, and checks that this run goes on in the same way.
 
-The data are batches of a fixed random walk on tokens (a Markov chain), every batch new,
-so that a loss is one of data that the model has not seen. Its entropy is about 1.4.
+The data are batches of a fixed random walk on tokens (a Markov chain). Every batch is
+new, so the model has not seen the data of its loss. The walk's entropy is about 1.4.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Run(Protocol):
         """Returns all that a checkpoint holds: parameters and optimizer, a pytree."""
 
     def restore(self, arrays: Any) -> None:
-        """Goes on from arrays that another run has saved."""
+        """Replaces parameters and optimizer by the `arrays` of another run."""
 
     def opt_state(self) -> Any:
         """Returns the optimizer's state, a pytree."""
@@ -74,9 +74,9 @@ class TreeRun:
     """A run of a model that is a function of a pytree of parameters.
 
     Args:
-      params: The parameters; leaves that are not floating arrays are static.
-      loss: The loss of parameters and a batch.
-      batch_of: The batch of each number.
+      params: The parameters, a pytree of floating arrays.
+      loss: Returns the loss of parameters and a batch.
+      batch_of: Returns the batch of a number.
       tx: The optimizer.
     """
 
@@ -93,16 +93,16 @@ class TreeRun:
         self._step = step
 
     def step(self, number: int) -> float:
-        """Trains on one batch."""
+        """Trains on batch `number` and returns the loss."""
         self._state, loss = self._step(self._state, self._batch_of(number))
         return float(loss)
 
     def arrays(self) -> Any:
-        """Returns parameters and optimizer."""
+        """Returns the parameters and the optimizer's state."""
         return self._state
 
     def restore(self, arrays: Any) -> None:
-        """Replaces parameters and optimizer."""
+        """Replaces the parameters and the optimizer's state."""
         self._state = arrays
 
     def opt_state(self) -> Any:
@@ -148,7 +148,7 @@ def _typed(tree: Any, like: Any) -> Any:
 
 
 def _state_ratio(opt_state: Any) -> float:
-    """Returns the bytes of large moments by their bytes in float32."""
+    """Returns the bytes of large moments, divided by their bytes in float32."""
     nodes = jax.tree.leaves(opt_state, is_leaf=_is_moment)
     moments = [x for x in nodes if _is_moment(x)]
     wide = [x for x in nodes if not _is_moment(x) and getattr(x, "size", 0) >= _LARGE]
@@ -175,14 +175,14 @@ def compare(
     ours: Start | None = None,
     note: str = "",
 ) -> dict:
-    """Trains with both optimizers and returns a row of the page.
+    """Trains with both optimizers and returns a row of results.
 
     Args:
       name: The codebase and its model.
       start: Starts a run with an optimizer.
-      ours: Starts a run with our optimizer, if it changes the model, too.
-      packages: The codebase's packages, the versions of which the row names.
-      note: What else the row should say.
+      packages: The codebase's packages; the row has their versions.
+      ours: Starts a run with our optimizer; None means `start`.
+      note: A remark for the row.
     """
     began = time.time()
     wide = start(optax.adamw(LEARNING_RATE))

@@ -1,4 +1,4 @@
-"""Kauldron: its TrainStep on a Linen transformer."""
+"""Trains a Linen transformer with Kauldron's `TrainStep`."""
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ def _batch(number):
 
 
 class Run:
-    """A run of `TrainStep.step`."""
+    """Trains a transformer with `TrainStep.step`."""
 
     def __init__(self, tx):
         loss = kd.losses.SoftmaxCrossEntropyWithIntLabels(
@@ -50,7 +50,7 @@ class Run:
         self._state = self._trainer.trainstep.init(specs)
 
     def step(self, number):
-        """Trains on one batch."""
+        """Trains on batch `number` and returns the loss."""
         self._state, aux = self._trainer.trainstep.step(
             self._state, _batch(number), return_losses=True
         )
@@ -70,7 +70,7 @@ class Run:
 
 
 def rows():
-    """Returns the rows of this environment."""
+    """Trains the model of this program and returns its row of results."""
     return [compare("Kauldron TrainStep, a transformer", Run, packages=["kauldron"])]
 
 

@@ -1,4 +1,4 @@
-"""Levanter: TrainerState on a Llama with haliax's named arrays."""
+"""Trains a Llama of haliax's named arrays with Levanter's `TrainerState`."""
 
 import equinox as eqx
 import haliax as hax
@@ -21,7 +21,7 @@ _CONFIG = LlamaConfig(
 
 
 class Run:
-    """A run of `TrainerState.take_step`."""
+    """Trains a Llama with `TrainerState.take_step`."""
 
     def __init__(self, tx):
         vocab, batch_axis = hax.Axis("vocab", _VOCAB), hax.Axis("batch", _BATCH)
@@ -46,7 +46,7 @@ class Run:
         self._state, self._step = init(model), step
 
     def step(self, number):
-        """Trains on one batch."""
+        """Trains on batch `number` and returns the loss."""
         batch = jnp.asarray(tokens(number, batch=_BATCH, length=_LENGTH, vocab=_VOCAB))
         self._state, loss = self._step(self._state, batch)
         return float(loss)
@@ -65,7 +65,7 @@ class Run:
 
 
 def rows():
-    """Returns the rows of this environment."""
+    """Trains the model of this program and returns its row of results."""
     packages = ["marin-levanter", "marin-haliax", "equinox"]
     return [compare("Levanter TrainerState, a Llama", Run, packages=packages)]
 

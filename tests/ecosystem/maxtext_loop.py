@@ -1,4 +1,4 @@
-"""MaxText: the setup and the step of its pre-training, on a Llama for a CPU."""
+"""Trains a Llama on a CPU with the setup and step of MaxText's pre-training."""
 
 import tempfile
 from pathlib import Path
@@ -47,7 +47,7 @@ _OPTIONS = {
 
 
 class Run:
-    """A run of MaxText's `train_step` on the state that its setup makes."""
+    """Runs MaxText's `train_step` on the state that MaxText's setup makes."""
 
     def __init__(self, tx, **options):
         folder = tempfile.mkdtemp()
@@ -74,7 +74,7 @@ class Run:
         self._mesh = mesh
 
     def step(self, number):
-        """Trains on one batch."""
+        """Trains on batch `number` and returns the loss."""
         walk = tokens(number, batch=_BATCH, length=_LENGTH + 1, vocab=_VOCAB)
         places = np.tile(np.arange(_LENGTH, dtype=np.int32), (_BATCH, 1))
         batch = {}
@@ -97,7 +97,7 @@ class Run:
         self._state = arrays
 
     def opt_state(self):
-        """Returns the optimizer's state without variables."""
+        """Returns the optimizer's state as arrays instead of `nnx.Variable`."""
         return nnx.as_pure(self._state)["optimizer"]["opt_state"]
 
 
@@ -109,7 +109,7 @@ def _alike(shardings):
 
 
 def _zero_1():
-    """Returns what MaxText's lookup of moments finds, with our view and without."""
+    """Returns a sentence about how many parameters ZeRO-1 shards like their moments."""
     run = Run(coat.fp8_adamw(1e-3), shard_optimizer_over_data="true")
     update = sharding.maybe_update_params_sharding_with_opt
     _, alone = update(run.config, run.shardings)
@@ -122,7 +122,7 @@ def _zero_1():
 
 
 def rows():
-    """Returns the rows of this environment."""
+    """Trains the model of this program and returns its row of results."""
     name = "MaxText setup_train_loop and train_step, a Llama"
     return [compare(name, Run, packages=["maxtext"], note=_zero_1())]
 

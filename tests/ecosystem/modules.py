@@ -1,4 +1,4 @@
-"""Equinox, dm-haiku, penzai and jraph, and two models in plain Flax NNX."""
+"""Trains models of Equinox, dm-haiku, penzai and jraph, and two in plain Flax NNX."""
 
 import functools
 
@@ -172,7 +172,7 @@ def graph_network(tx):
 
 
 class _Attention(nnx.Module):
-    """Qwen3's attention: grouped queries, norms of queries and keys, rotary places."""
+    """Qwen3's attention: grouped queries, RoPE, and norms of queries and keys."""
 
     def __init__(self, width, heads, kv_heads, *, rngs):
         self.heads, self.kv_heads, self.head = heads, kv_heads, width // heads
@@ -263,7 +263,7 @@ class _MiniGPT(nnx.Module):
 
 
 class NnxRun:
-    """A run of an NNX model and an `nnx.Optimizer`, with their state in variables."""
+    """Trains an NNX model with an `nnx.Optimizer`."""
 
     def __init__(self, model, tx, batch_of=_batch):
         self._batch_of, self._model = batch_of, model
@@ -281,7 +281,7 @@ class NnxRun:
         self._step = step
 
     def step(self, number):
-        """Trains on one batch."""
+        """Trains on batch `number` and returns the loss."""
         batch = self._batch_of(number)
         return float(self._step(self._model, self._optimizer, batch))
 
@@ -294,7 +294,7 @@ class NnxRun:
         nnx.update((self._model, self._optimizer), arrays)
 
     def opt_state(self):
-        """Returns the optimizer's state without variables."""
+        """Returns the optimizer's state as arrays instead of `nnx.Variable`."""
         return nnx.as_pure(self._optimizer.opt_state)
 
 
@@ -309,7 +309,7 @@ def mini_gpt(tx):
 
 
 def rows():
-    """Returns the rows of this environment."""
+    """Trains all models of this program and returns a row of results for each."""
     return [
         compare("Equinox, a transformer", equinox, packages=["equinox"]),
         compare("dm-haiku, a transformer", haiku, packages=["dm-haiku"]),

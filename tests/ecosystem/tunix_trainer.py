@@ -1,4 +1,4 @@
-"""tunix: PeftTrainer on a Qwen3, all parameters or LoRA's alone."""
+"""Trains a Qwen3 with tunix's `PeftTrainer`: all parameters, or LoRA's alone."""
 
 import functools
 
@@ -51,7 +51,7 @@ class _Trainer(peft_trainer.PeftTrainer):
 
 
 class Run:
-    """A run of `PeftTrainer.train`, one batch a call."""
+    """Trains a Qwen3 with `PeftTrainer.train`, one batch per call."""
 
     def __init__(self, tx, change=lambda model: model):
         self._model = change(qwen3.Qwen3(_CONFIG, rngs=nnx.Rngs(0)))
@@ -67,7 +67,7 @@ class Run:
         self._trainer.is_managed_externally = True
 
     def step(self, number):
-        """Trains on one batch."""
+        """Trains on batch `number` and returns the loss."""
         self._trainer.train([_example(number)])
         return float(self._trainer.last_loss)
 
@@ -83,7 +83,7 @@ class Run:
         nnx.update(self._state(), arrays)
 
     def opt_state(self):
-        """Returns the optimizer's state without variables."""
+        """Returns the optimizer's state as arrays instead of `nnx.Variable`."""
         return nnx.as_pure(self._trainer.optimizer.opt_state)
 
 
@@ -107,7 +107,7 @@ def _with_fp8(model):
 
 
 def rows():
-    """Returns the rows of this environment."""
+    """Trains all models of this program and returns a row of results for each."""
     packages = ["google-tunix", "qwix"]
     lora = functools.partial(Run, change=_with_lora)
 

@@ -1,4 +1,4 @@
-"""Tests saved activations by operation, against the sizes that table 2 counts."""
+"""Tests saved activations by operation, against the sizes in the paper's table 2."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ _SMALL = Shape(hidden=32, seq=8, batch=1, intermediate=48, kv_heads=2, head_dim=
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The results file of a small layer, and the text printed for it."""
+    """Returns the results file of a small layer, and the text printed for it."""
     out = tmp_path_factory.mktemp("memory") / "saved.json"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         activation_memory.main([*_SHAPE.split(), "--details", "--out", str(out)])

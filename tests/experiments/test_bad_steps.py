@@ -1,4 +1,4 @@
-"""Tests that a NaN or a spike in the data is stopped at, skipped or rolled back."""
+"""Tests that training stops at, skips or rolls back a NaN or a spike of the loss."""
 
 import functools
 import itertools
@@ -45,7 +45,10 @@ def _trainer_for(config, settings, *, steps, mesh):
 
 @pytest.fixture(scope="module", autouse=True)
 def marked_losses():
-    """Losses of batches with a mark are NaN or a hundredfold; trainers trace once."""
+    """Makes losses of batches with a mark NaN, or 100 times as large.
+
+    Also lets runs share trainers, which are traced once.
+    """
     validation, original = llama.cross_entropy, llama.training_loss
     saved = training.Trainer.saved_activation_bytes
 
@@ -78,7 +81,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def corpus(text, tmp_path_factory):
-    """Returns a file of text with a mark in the batches of the given steps."""
+    """Returns a function that writes a text with a mark in batches of some steps."""
 
     def write(mark, *steps):
         path = tmp_path_factory.mktemp("data") / "text.txt"
@@ -96,7 +99,7 @@ def corpus(text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rolled_back(corpus, tmp_path_factory):
-    """The folder of a run with a rollback at its seventh batch, and its corpus."""
+    """Returns the folder of a run that rolls back its seventh batch, and its corpus."""
     out, path = tmp_path_factory.mktemp("runs") / "run", corpus(_NAN, 7)
     assert _train(path, out, "--bad-step", "rollback") == 0
     return out, path
@@ -223,7 +226,7 @@ def test_the_fourth_rollback_to_one_checkpoint_is_a_stop(corpus, tmp_path, capsy
 
 @pytest.fixture(scope="module")
 def bad_validation(text, tmp_path_factory):
-    """A file of text with a mark in the windows of validation alone."""
+    """Returns a file of text with a mark in the windows of validation alone."""
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_bytes(text)
     held_out = sum(map(len, data.load_corpus([path]).validation))
@@ -302,7 +305,7 @@ def test_a_rollback_is_the_same_after_any_end(
 def test_rollbacks_before_and_after_a_stop_count_together(
     corpus, tmp_path, monkeypatch
 ):
-    """The checkpoint of a stop is none that a rollback returns to."""
+    """A rollback never returns to the checkpoint that a stop has written."""
     out, path = tmp_path / "run", corpus(_NAN, 5, 7, 9, 11)
     with monkeypatch.context() as patch:
         on_call(patch, training.Trainer, "step", 8, _interrupt)
@@ -389,7 +392,7 @@ def test_a_damaged_checkpoint_is_not_returned_to(corpus, tmp_path, monkeypatch, 
 @bf16_or_slowly_coat
 @pytest.mark.parametrize("answer", ["stop", "skip", "rollback"])
 def test_only_skipping_changes_the_compiled_update(answer, recipe):
-    """Without it the state after a step does not depend on the limit of its loss."""
+    """The state after a step depends on the limit of its loss only with "skip"."""
     trainer = _trainer(recipe, answer)
     batch = jax.ShapeDtypeStruct((4, 33), jnp.int32)
     limit = jax.ShapeDtypeStruct((), jnp.float32)

@@ -18,7 +18,7 @@ def test_operations_of_scores_that_count(window):
 
 
 def test_documents_of_packed_sequences():
-    """Positions attend within their documents, which have lengths of their own."""
+    """Positions attend within their documents, which differ in length."""
     case = Case(head_dim=128, seq=16, batch=3, documents=4)
     ids = case.ids()
     assert all(sorted(set(sequence)) == [0, 1, 2, 3] for sequence in ids.tolist())

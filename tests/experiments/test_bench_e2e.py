@@ -1,4 +1,4 @@
-"""Tests the benchmark of a model's training steps, on tiny ones, and its targets."""
+"""Tests the benchmark of training steps on tiny models, and its targets."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Tests the benchmark of foreign layers on tiny ones."""
+"""Tests the benchmark of layers that others wrote, on tiny ones."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_on_hopper_a_layer_saves_each_array_once(case, attention, monkeypatch):
 
 
 def test_on_hopper_gemma_2s_attention_is_saved_once():
-    """Queries, keys, values, the output, and a number for each query and head."""
+    """Attention saves queries, keys, values, the output, and the log-sum-exp."""
     shape = Shape(
         hidden=4096, seq=2048, batch=4, intermediate=14_336, kv_heads=8, head_dim=128
     )
@@ -81,7 +81,7 @@ def test_on_hopper_gemma_2s_attention_is_saved_once():
 
 
 def test_on_hopper_foreign_layers_save_capped_attention_once():
-    """`coat.attention` is known under `fp8_remat` as cuDNN's attention is."""
+    """`fp8_remat` treats the residuals of `coat.attention` like cuDNN's."""
     shape = Shape(
         hidden=4096, seq=2048, batch=4, intermediate=14_336, kv_heads=8, head_dim=128
     )

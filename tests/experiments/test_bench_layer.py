@@ -1,4 +1,4 @@
-"""Tests the benchmark of a layer, on a tiny one, and its targets."""
+"""Tests the benchmark of a layer at a tiny size, and its targets."""
 
 import collections
 import json
@@ -43,7 +43,7 @@ def test_shapes_are_the_papers():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The results file of a tiny layer in two cases, and its folder."""
+    """Returns the results of a tiny layer in three cases, and their folder."""
     folder = tmp_path_factory.mktemp("layer")
     argv = [*_TINY.split(), "--out", str(folder / "layer.json")]
     cases = ["bf16, nothing saved", "coat", "coat, delayed scaling"]
@@ -66,7 +66,7 @@ def test_rows_of_other_shapes_are_kept():
 
 
 def test_turns_are_as_long_as_asked(monkeypatch):
-    """A clock that only calls move, since a busy machine sleeps for longer."""
+    """Only calls move the test's clock, since a busy machine sleeps for longer."""
     clock, calls = [0.0], collections.Counter()
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 

@@ -12,7 +12,7 @@ from experiments.optimizer.drift_cases import METHODS, STORIES
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Results of two short runs."""
+    """Returns the command line of two short runs, and their results file."""
     out = tmp_path_factory.mktemp("drift") / "drift.json"
     argv = ["--b2", "0.95,0.999", "--steps", "300", "--groups", "2", "--out", str(out)]
     assert drift.main(argv) == 0

@@ -32,7 +32,7 @@ def test_the_largest_model_fits():
 
 @pytest.fixture
 def called(monkeypatch):
-    """The cases, models and batches that a GPU of 80 GB is asked for."""
+    """Returns the cases, models and batches that are tried on a GPU of 80 GB."""
     calls = []
 
     def measured(case, model, batch, steps):

@@ -1,4 +1,4 @@
-"""Tests of the fidelity study: operands, intervals, rows, and runs that are cut."""
+"""Tests of the fidelity study: operands, intervals, rows, and interrupted runs."""
 
 import functools
 import json
@@ -297,7 +297,7 @@ def test_differences_are_between_ends_of_the_same_shared_steps(tmp_path, monkeyp
 
 
 def test_variants_go_on_from_their_references_state():
-    """A reference that goes on from its own state ends as in a whole training."""
+    """A reference that starts from its own saved state ends as if uninterrupted."""
     args = program._parser().parse_args(["--preset", "tiny", "--shared", "0.5"])
     setup = program.setup_of(args)
     rng = np.random.default_rng(0)

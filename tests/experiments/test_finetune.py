@@ -34,7 +34,7 @@ _TUNED += ["--recipes", "bf16", "--seq-len", "64", "--bad-step", "skip"]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, shared_trainers):
-    """The folder of a pretraining."""
+    """Returns the folder of a pretraining run."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "words.txt").write_text("User: 1 + 1?\nAssistant: 2\n" * 400)
     out = folder / "run"
@@ -45,7 +45,7 @@ def base(tmp_path_factory, shared_trainers):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, base):
-    """The folder of a fine-tuning that nothing interrupted."""
+    """Returns the folder of a fine-tuning that nothing interrupted."""
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
     assert program.main([*_TUNED, "--base", str(base), "--out", str(out)]) == 0
     return out

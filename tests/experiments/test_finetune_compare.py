@@ -37,7 +37,10 @@ def _write_lines(path, rows):
 
 @pytest.fixture
 def runs(tmp_path, rng):
-    """Answers of three seeds to 40 questions of two families."""
+    """Returns the folders of three seeds, and which of their answers are exact.
+
+    The answers [seed, recipe, question] are to 40 questions of two families.
+    """
     exact = rng.random((3, 3, 40)) < np.array([0.1, 0.6, 0.5])[:, None]
     families = ["sums", "words"] * 20
     folders = [tmp_path / f"seed-{seed}" for seed in range(3)]

@@ -1,4 +1,4 @@
-"""Tests the data of fine-tuning: problems, conversations, windows and intervals."""
+"""Tests problems, conversations and windows of fine-tuning, and binomial intervals."""
 
 import math
 import re

@@ -26,7 +26,7 @@ _FLAGS += ["--seq-len", "64", "--eval-batches", "1", "--checker", "number"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """The folder of a model, and a file of conversations."""
+    """Returns a folder with a model and a file of conversations."""
     folder = tmp_path_factory.mktemp("data")
     write_model(folder / "model")
     lines = (

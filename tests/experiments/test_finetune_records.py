@@ -1,4 +1,4 @@
-"""Tests the data of people: files of all formats, read right or refused by line."""
+"""Tests users' records for fine-tuning: they are read, or refused with their line."""
 
 import json
 import re

@@ -19,7 +19,7 @@ _PATIENCE = 60.0  # Seconds in which a process reaches what it is awaited at.
 
 
 class Process:
-    """A process of the main job, with a folder of its own for temporary files."""
+    """A process of the main job, with its own folder for temporary files."""
 
     def __init__(self, folder: Path, *flags: str, **variables: str) -> None:
         self.scratch, self.out = folder / "scratch", folder / "run"
@@ -43,7 +43,7 @@ class Process:
                 self._lines.append((time.monotonic(), line.decode()))
 
     def said(self, beginning: str) -> float | None:
-        """Returns when it printed a line that begins so, or None."""
+        """Returns when it printed the first line with this beginning, or None."""
         actual = [at for at, line in self._lines if line.startswith(beginning)]
         return actual[0] if actual else None
 
@@ -62,7 +62,7 @@ class Process:
             time.sleep(0.005)
 
     def signal(self, number: int, reply: str) -> float:
-        """Sends a signal and returns the seconds until the answer is read."""
+        """Sends a signal and returns the seconds until the line `reply` is read."""
         started = time.monotonic()
         self._process.send_signal(number)
         self.wait_for_line(reply)
@@ -76,7 +76,10 @@ class Process:
         assert self.said(line) is not None
 
     def end(self) -> float:
-        """Returns the seconds until its end; the exit code means Ctrl-C."""
+        """Waits for its end and returns the seconds that this takes.
+
+        Asserts that the exit code means Ctrl-C.
+        """
         started = time.monotonic()
         assert self._process.wait(_PATIENCE) == interrupts.STOPPED, self.errors()
         seconds = time.monotonic() - started
@@ -100,7 +103,7 @@ class Process:
 
 @pytest.fixture
 def start(tmp_path):
-    """Returns a function that starts a process; it does not outlive the test."""
+    """Yields a function that starts a process, which is killed after the test."""
     started = []
 
     def start(*flags, **variables):

@@ -1,4 +1,4 @@
-"""Tests the entries of rows for the loads of experts."""
+"""Tests the entries about loads of experts in rows of metrics."""
 
 import jax.numpy as jnp
 

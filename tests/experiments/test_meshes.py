@@ -1,4 +1,4 @@
-"""Tests of the main job's devices: flags, microbatches, rates and ends of memory."""
+"""Tests meshes in the main job: flags, processes, microbatches and utilization."""
 
 import jax
 import numpy as np
@@ -110,7 +110,7 @@ def test_rows_of_another_process_are_not_written(tmp_path):
 
 
 def test_microbatches_are_scanned():
-    """Tests of fine-tunings compare the sum of their gradients with the batch's."""
+    """Tests of fine-tuning compare the summed gradients with the batch's."""
     settings = tiny(accumulate=4)
     trainer = training.Trainer(model_config(settings, "bf16", 257), settings, steps=10)
     batch = jax.ShapeDtypeStruct((4, settings.seq_len + 1), np.int32)
@@ -131,9 +131,9 @@ def test_microbatches_divide_the_batch():
 
 
 def test_flops_of_llama_2_7b():
-    """The model has 6,738,415,616 parameters, of which matmuls use all but a few.
+    """Matmuls use all 6,738,415,616 parameters except the embedding and the norms.
 
-    The embedding has 131,072,000, and the 65 norms 4,096 each.
+    The embedding has 131,072,000 parameters, and each of the 65 norms has 4,096.
     """
     matmuls = 6_738_415_616 - 131_072_000 - 65 * 4096
     # Scores and their use take 2 x 2 x 4096 for each of (2048 / 2) tokens and 32

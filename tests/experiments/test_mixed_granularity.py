@@ -24,7 +24,7 @@ _BLOCKS = {"4x4": (4, 4), "1x16": (16,), "per row": (10**6,), "per tensor": None
 
 
 def _stored(x, granularity):
-    """Returns `x` as the oracle reads it back."""
+    """Returns `x`, quantized and dequantized by the oracle."""
     block = _BLOCKS[granularity]
     scales, values = oracle.quantize(x, oracle.E4M3, block)
     return oracle.dequantize(values, scales, block, None, oracle.E4M3)
@@ -57,7 +57,7 @@ def rows(model):
 
 @pytest.fixture(scope="module")
 def exact(model):
-    """The residual stream after the second layer, and the activations it reads."""
+    """Returns the residual stream after the second layer, and its activations."""
     x = jax.tree.leaves(model.params["embedding"])[0][model.batches[0][:, :-1]]
     x, _ = _run(small_models.layer_of(model, 0), x)
     return _run(small_models.layer_of(model, 1), x)

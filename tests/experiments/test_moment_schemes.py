@@ -20,7 +20,10 @@ _KEY = jax.random.key(0)
 
 
 def _random_moments(rng, groups=72, spread=1.0):
-    """Moments of gradients of sizes that vary within a group and between groups."""
+    """Returns samples of moments, and the gradients that they follow from.
+
+    The sizes of gradients vary within a group and between groups.
+    """
     size = rng.lognormal(-8, 2, (groups, 1)) * rng.lognormal(0, spread, (groups, 128))
     gradients = (size * rng.standard_normal((30, groups, 128))).astype(np.float32)
     mu, nu = oracle.adam(np.zeros_like(size), np.zeros_like(size), gradients)[-1]

@@ -16,7 +16,7 @@ _CALLS = {"eval", "exec", "compile", "__import__", "read_pickle", "allow_pickle"
 
 
 def dangers(source: str) -> set[str]:
-    """Returns what in a program's source can run code that is in a file."""
+    """Returns the modules and calls in a source that could run code from a file."""
     actual = set()
     if not re.search(rf"\b({'|'.join(_MODULES | _CALLS)})\b", source):
         return actual

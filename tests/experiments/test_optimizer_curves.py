@@ -21,7 +21,7 @@ _CHOSEN = [v for v in optimizer_curves.VARIANTS if v.name.startswith("optax")]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A file of random words."""
+    """Returns a file of random letters."""
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_bytes(np.random.default_rng(0).integers(97, 107, 20_000, np.uint8))
     return path
@@ -29,7 +29,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def command(text, tmp_path, monkeypatch):
-    """A command line of two trainings per seed, and the file that it writes."""
+    """Returns a command line of two trainings per seed, and the file that it writes."""
     monkeypatch.setattr(optimizer_curves, "VARIANTS", _CHOSEN)
     out = tmp_path / "curves.json"
     return [*_FEW, "--data", str(text), "--out", str(out)], out

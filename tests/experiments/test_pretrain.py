@@ -1,4 +1,4 @@
-"""Tests the main job at a tiny size: the files it leaves, and that it resumes."""
+"""Tests the main job at a tiny size: its files, settings and schedule, and resuming."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, text, shared_trainers):
-    """The folder of a run that nothing interrupted."""
+    """Returns the folder of a run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("runs") / "undisturbed"
     assert pretrain.main([*_TINY, "--data", str(text), "--out", str(folder)]) == 0
     return folder
@@ -260,7 +260,7 @@ def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
 
 
 def test_a_budget_times_the_steps_once(monkeypatch, text, tmp_path, capsys):
-    """Fifty steps fit in the budget that compiling leaves; timing costs no more."""
+    """Fifty steps of one second fit in the minute, after ten seconds of compiling."""
     timings = []
     monkeypatch.setattr(training.Trainer, "compiled", (None, 10.0))
     monkeypatch.setattr(job, "seconds_per_step", lambda *_: timings.append(1) or 1.0)
@@ -333,7 +333,7 @@ def test_trailing_mean(rng):
 
 
 def _refusal(argv, capsys) -> str:
-    """Returns the message of a refused command line, on one line."""
+    """Checks that a command line is refused, and returns the message on one line."""
     with pytest.raises(SystemExit) as exit_:
         sys.exit(pretrain.main(argv))
     assert exit_.value.code == 2

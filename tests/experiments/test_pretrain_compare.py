@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("shared_trainers")
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A file of text that is long enough for questions."""
+    """Returns a file of text that is long enough for questions."""
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(4000)))
     return path
@@ -39,7 +39,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, text, shared_trainers):
-    """Finished runs with BF16 and with COAT on the same text."""
+    """Returns the parent folder of runs with BF16 and with COAT on the same text."""
     parent = tmp_path_factory.mktemp("runs")
     for recipe in ("bf16", "coat"):
         argv = ["--recipes", recipe, "--data", str(text)]
@@ -49,7 +49,7 @@ def finished(tmp_path_factory, text, shared_trainers):
 
 @pytest.fixture
 def runs(tmp_path, finished):
-    """Copies of the finished runs, for a test that changes them."""
+    """Returns copies of the finished runs, for a test that changes them."""
     return [
         shutil.copytree(finished / recipe, tmp_path / recipe)
         for recipe in ("bf16", "coat")

@@ -22,7 +22,7 @@ _SETTINGS = PRESETS["tiny"].settings
 
 @pytest.fixture(scope="module")
 def reported():
-    """The state before a step, its batch, the state after it, and the report's rows."""
+    """Returns parameters before a step, its batch, and the rows of its report."""
     config = model_config(_SETTINGS, "bf16", 257)
     fp8 = Optimizer.of("coat")
     trainer = training.Trainer(config, _SETTINGS, steps=10, optimizer=fp8)

@@ -31,7 +31,7 @@ _FEW = (*studies.SCHEMES[:4], studies.DEFAULT, studies.STOCHASTIC[-1])
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A file of random words."""
+    """Returns a file of random words."""
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("etaoinshr"), 5)) for _ in range(100)]
     path = tmp_path_factory.mktemp("text") / "words.txt"
@@ -53,7 +53,7 @@ def captured(settings, shared_trainers):
 
 @pytest.fixture(scope="module")
 def states(settings, shared_trainers):
-    """The states before and after the captured gradients."""
+    """Returns the states before and after the captured gradients."""
     trained = capture.train(settings)
     state, _ = next(itertools.islice(trained, _START, None))
     before = jax.tree.map(jnp.copy, state)
@@ -139,7 +139,7 @@ def test_a_replay_in_float32_is_exact(captured):
     scope="module", params=[("tiny", 0.7), ("cpu", 0.5)], ids=["tiny", "cpu"]
 )
 def finished(request, tmp_path_factory, text):
-    """A preset, a bound of its errors, and the results file of a command line."""
+    """Returns a preset, a bound of its errors, and a results file of the program."""
     preset, bound = request.param
     out = tmp_path_factory.mktemp("results") / "found.json"
     arguments = ["--preset", preset, "--data", str(text), "--out", str(out)]
@@ -208,7 +208,7 @@ def test_bars_say_what_rows_say(finished):
 
 
 def test_the_papers_numbers_keep_the_papers_orders():
-    """The orders hold for tables 1 and 8 as printed."""
+    """The orders hold for the paper's tables 1 and 8 as printed."""
     errors = {
         (mu, nu): error
         for table in (TABLE_1, TABLE_8)

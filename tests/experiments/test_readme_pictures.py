@@ -8,7 +8,7 @@ from experiments.pages import readme as pages
 
 
 def bars(axes):
-    """Returns where the bars end, a list for each kind or row."""
+    """Returns the right ends of the bars, a list for each container of the axes."""
     return [
         [patch.get_x() + patch.get_width() for patch in container]
         for container in axes.containers

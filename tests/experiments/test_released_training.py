@@ -41,7 +41,7 @@ def ordinary(batches):
 
 @pytest.mark.slow  # Bits of released steps are tests of release.
 def test_released_steps_follow_ordinary_ones(ordinary, batches):
-    """Clipping to 1, which the first gradients are above."""
+    """Gradients are clipped to a norm of 1, which the first ones exceed."""
     expected, metrics, _ = ordinary
     state, released, _ = after(batches, release="clip", bad_step="skip")
     assert metrics[0].grad_norm > 1

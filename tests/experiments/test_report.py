@@ -64,7 +64,7 @@ def test_commands_of_results_name_programs_that_exist():
 
 
 def test_averages_of_the_paper_are_those_of_its_columns():
-    """Copied figures that a slip of the pen would change."""
+    """Averages reveal mistakes in the figures that were copied from the paper."""
     for *parts, average in TABLE_4.values():
         assert fmean(parts) == pytest.approx(average, abs=0.06)
     for row in TABLE_3.values():
@@ -97,7 +97,7 @@ def test_sections_letter_their_reasons():
 
 
 def test_a_table_of_many_columns_has_them_as_lines():
-    """A window of 1,280 pixels shows eight columns at most."""
+    """A window of 1,280 pixels shows at most eight columns."""
     columns = tuple("abcdefghi")
     cells = [Printed(n) for n in range(9)]
     section = Section(title="t", text="", columns=columns, rows=[("paper", cells)])

@@ -33,13 +33,13 @@ def _nine_steps(folder, *flags):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, shared_trainers):
-    """The folder of a run of nine steps."""
+    """Returns the folder of a run of nine steps."""
     return _nine_steps(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
 def finished_in_bf16(tmp_path_factory, shared_trainers):
-    """The folder of a run of nine steps with one recipe, which compiles sooner."""
+    """Returns the folder of a run of nine steps with one recipe, to compile less."""
     return _nine_steps(tmp_path_factory.mktemp("runs"), "--recipes", "bf16")
 
 
@@ -134,7 +134,7 @@ def test_a_refused_resume_records_nothing(copied_in_bf16, capsys):
 
 @pytest.mark.slow
 def test_an_older_run_trains_longer(finished, copied):
-    """Its record has neither a schedule of its own nor answers to bad steps."""
+    """The record of an older run has no schedule_steps and no answers to bad steps."""
     record = json.loads((copied / "run.json").read_text())
     del record["schedule_steps"], record["settings"]["bad_step"]
     del record["settings"]["spike"], record["checksum"]
@@ -164,7 +164,7 @@ def test_what_touches_no_past_step_may_change(copied):
 
 
 def test_a_budget_and_a_repeated_command(tmp_path):
-    """Fifty of a hundred steps fit in the budget, and the schedule is theirs."""
+    """Fifty of a hundred steps fit in the budget, and the schedule has fifty steps."""
     run = runs.Run.create(tmp_path, _settings(minutes=1.0), "data")
 
     def resumed(**arguments):

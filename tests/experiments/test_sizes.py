@@ -1,4 +1,4 @@
-"""Tests of a run with sizes of its own in place of the preset's."""
+"""Tests of runs with model sizes that differ from the preset's."""
 
 import json
 
@@ -69,7 +69,7 @@ _ONE_LAYER = ["--preset", "tiny", "--layers", "1", "--recipes", "bf16", "--steps
 
 @pytest.fixture
 def run(tmp_path):
-    """The folder of a run with one layer, which has not trained yet."""
+    """Returns the folder of a run with one layer, which has not trained yet."""
     return untrained(tmp_path / "run", layers=1, recipes=("bf16",))
 
 

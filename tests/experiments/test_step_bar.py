@@ -14,7 +14,7 @@ class _Terminal(io.StringIO):
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Replaces standard output and error by ones of the given kinds."""
+    """Returns a function that replaces standard output and standard error."""
 
     def replaced(out, err):
         monkeypatch.setattr("sys.stdout", out)
@@ -25,7 +25,7 @@ def streams(monkeypatch):
 
 
 def _shown(steps, done=0, seconds=10.0, **options):
-    """Shows all steps, each of which takes some seconds."""
+    """Shows the steps after `done`, each of which takes `seconds`."""
     times = iter(seconds * n for n in range(steps + 2))
     with StepBar("coat", steps, done, clock=lambda: next(times), **options) as bar:
         for step in range(done + 1, steps + 1):

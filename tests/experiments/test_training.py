@@ -1,4 +1,4 @@
-"""Tests a training step of BF16 parameters: initialization and rounding."""
+"""Tests training steps: BF16 parameters, their rounding, histories and checkpoints."""
 
 import errno
 import sys
@@ -132,7 +132,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_the_next_save_raises_the_errors_of_the_thread(
     error, said, stochastic, tmp_path, monkeypatch, capsys
 ):
-    """The thread's own lines are shown unless the disk is to blame."""
+    """Lines that the thread prints are shown, unless the error is the disk's."""
 
     def fail(path):
         print("a task", file=sys.stderr)

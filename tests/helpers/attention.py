@@ -52,9 +52,9 @@ def oracle(q, k, v, do, *, scale, softcap=None, causal=True, window=None, ids=No
 def interpreted(monkeypatch, *, detect_races=False):
     """Runs the kernels on the CPU in this context.
 
-    JAX does not interpret matmuls with an operand in registers, nor accumulators with a
-    first value. Here such operands are stored in shared memory first, and products are
-    added to the first value.
+    JAX does not interpret matmuls with an operand in registers or with an initial value
+    of the accumulator. In this context these operands are stored in shared memory
+    first, and products are added to the initial value.
     """
     launch, multiply, staged = mosaic.kernel, plgpu.wgmma, []
 

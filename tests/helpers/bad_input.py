@@ -1,4 +1,4 @@
-"""A table of bad input: each entry is refused by an error with its value and rule."""
+"""Tables of bad input, with the texts that errors about it must contain."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ _CRYPTIC = ("has no attribute", "not subscriptable", "unhashable")
 
 
 class BadInput:
-    """Calls, and what their errors must contain: the value, or the place of it."""
+    """A table of calls that must fail, each with a text that its error must contain."""
 
     def __init__(self):
         self._entries = []
@@ -22,7 +22,14 @@ class BadInput:
         name: str = "{value}",
         contains: str | None = None,
     ) -> None:
-        """Adds an entry for each of the values: `function(value)` is refused."""
+        """Adds an entry for each value: `function(value)` must be refused.
+
+        Args:
+          function: The function to call.
+          values: The bad values.
+          name: The label of an entry, in which "{value}" stands for the value.
+          contains: A text in the error message; None means the value's repr.
+        """
         for value in values:
             shown = re.sub(r"\s+", " ", f"{value!r}")[:40]
             label = f"{name.format(value=shown)} {len(self._entries)}"
@@ -31,12 +38,15 @@ class BadInput:
             self._entries.append(pytest.param(*call, id=label))
 
     def each(self, test: Callable) -> Callable:
-        """Runs a test with each entry."""
+        """Parametrizes a test with `call` and `contains` of each entry."""
         return pytest.mark.parametrize(("call", "contains"), self._entries)(test)
 
 
 def assert_refused(call: Callable, contains: str) -> None:
-    """Asserts that a call ends in an error that names what is wrong."""
+    """Asserts that a call raises a ValueError or TypeError with a helpful message.
+
+    The message must contain `contains`, and no words of Python's own errors.
+    """
     with pytest.raises((ValueError, TypeError)) as error:
         call()
     message = str(error.value)

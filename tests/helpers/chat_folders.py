@@ -18,7 +18,7 @@ TEMPLATE = (
 
 
 def write_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
-    """Writes a byte-level BPE with special tokens and an added one, "<think>"."""
+    """Writes a byte-level BPE with special tokens and the added token "<think>"."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=False
@@ -40,7 +40,7 @@ def write_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
 
 
 def write_model(folder: Path, **changes: object) -> Path:
-    """Writes a tiny Llama of BF16 parameters with its tokenizer."""
+    """Writes a tiny Llama in BF16 and its tokenizer, and returns `folder`."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2}
     config = llama.LlamaConfig(
         **sizes,

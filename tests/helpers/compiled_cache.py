@@ -1,4 +1,4 @@
-"""Settings of JAX's cache of compiled programs, for some tests alone."""
+"""Settings of JAX's cache of compiled programs for single tests."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ _SETTINGS = (
 
 @contextlib.contextmanager
 def own_settings(**settings: object) -> Iterator[None]:
-    """Uses these settings, and restores all whoever changes them meanwhile.
+    """Uses these cache settings in a context, and restores all initial ones at its end.
 
-    JAX reads them once, at its first compilation, hence the resets.
+    JAX reads the settings only at its first compilation, so the cache is reset.
     """
     initial = {name: getattr(jax.config, name) for name in _SETTINGS}
     try:

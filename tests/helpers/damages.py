@@ -1,4 +1,4 @@
-"""Strategies of damaged files and of altered JSON values."""
+"""Hypothesis strategies for damaged files and for altered JSON values."""
 
 import copy
 from typing import Any
@@ -26,8 +26,8 @@ def damaged(draw: st.DrawFn, content: bytes, first: int | None = None) -> bytes:
 
     Args:
       draw: Draws from strategies.
-      content: The content of a whole file.
-      first: Number of bytes at the start in which most edits are; None means all.
+      content: The content of the undamaged file.
+      first: The number of first bytes that edits prefer; None means no preference.
     """
     for _ in range(draw(st.integers(1, 4))):
         end = first if first and draw(st.booleans()) else len(content)
@@ -53,7 +53,7 @@ def damaged(draw: st.DrawFn, content: bytes, first: int | None = None) -> bytes:
 
 @st.composite
 def altered(draw: st.DrawFn, value: Any) -> Any:
-    """Draws a JSON value in which some places have other values, fewer or more."""
+    """Draws a copy of a JSON value in which values are replaced, deleted or added."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 3))):
         node = value

@@ -45,7 +45,7 @@ ACTIVATIONS = {
 
 
 def bfloat16(x):
-    """Rounds to bfloat16."""
+    """Rounds to bfloat16 and returns float64."""
     return np.asarray(jnp.asarray(x, jnp.bfloat16), float)
 
 
@@ -54,7 +54,7 @@ def linear(x, w):
 
 
 def rms(x, scale=1.0):
-    """Computes RMS norm in float32, as users write it."""
+    """Computes an RMSNorm in float32, as users write it."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean + 1e-6) * scale).astype(x.dtype)
@@ -73,24 +73,25 @@ def rows(x):
 
 
 def assert_near(actual, expected, tolerance=1e-2):
-    """Asserts an error that is small compared with the norm and with one rounding's.
+    """Asserts that the error's norm is at most `tolerance` times the expected norm.
 
-    Where sums in another order round to another code, single results differ more.
+    Single results may differ more, where sums in another order round to another code.
     """
     error = np.linalg.norm(np.asarray(actual, float) - expected)
     assert error <= tolerance * np.linalg.norm(expected)
 
 
 def ran(operation, fn, *args) -> set[tuple[str, ...]]:
-    """Returns the arrays of each call of an operation in the forward pass of `fn`."""
+    """Returns the types of the arrays of an operation's calls in the forward pass."""
     choices = pk.explain(lambda *args: jax.vjp(fn, *args)[0], *args).choices
     return {c.arrays for c in choices if c.operation == operation}
 
 
 def assert_left_alone(operation, fn, *args):
-    """Asserts that `fp8_remat` does not run an operation's kernels in place of others.
+    """Asserts that `fp8_remat` does not run an operation's kernel in a user's function.
 
-    The program is the one with an option that asks for copies of its own.
+    The program must also be the same with the option `where`, which selects all
+    residuals.
     """
     assert not ran(operation, coat.fp8_remat(fn), *args)
     programs = [
@@ -101,15 +102,15 @@ def assert_left_alone(operation, fn, *args):
 
 
 def assert_follows_autodiff(fn, dy, *args, tolerance=0.15, **options):
-    """Asserts that `fp8_remat` changes results and gradients by FP8 alone."""
+    """Asserts that `fp8_remat` keeps results and gradients within `tolerance`."""
     light = coat.fp8_remat(fn, **options)
     assert_close(*(value_and_vjp(f, dy, *args) for f in (light, fn)), tolerance)
 
 
 def mlp_arguments(*shapes, dtype=jnp.bfloat16, tokens=(96,)):
-    """Returns weights, activations with an outlier, and a gradient.
+    """Returns weights of these shapes, activations with an outlier, and a gradient.
 
-    The shapes of weights begin and end with a matrix.
+    The first and the last of the shapes are matrices.
     """
     weights = [normal(i, *shape, scale=0.2) for i, shape in enumerate(shapes)]
     x = normal(9, *tokens, shapes[0][0], dtype=dtype).at[..., 3].mul(8)
@@ -117,12 +118,12 @@ def mlp_arguments(*shapes, dtype=jnp.bfloat16, tokens=(96,)):
 
 
 def gates(fn, *args) -> set[str]:
-    """Returns the arrays that each call of the gate's kernel reads in forward."""
+    """Returns the types of arrays that the gate's kernel reads in the forward pass."""
     return {" ".join(arrays) for arrays in ran("gated", fn, *args)}
 
 
 def assert_gate_with_options(fn, options, weights, x, dy):
-    """Asserts that options of what is saved leave the kernel on, and are followed."""
+    """Asserts that the gate's kernel runs, and that residuals have the set format."""
     light = coat.fp8_remat(fn, **options)
     assert gates(light, weights, x)
     formats = {str(r.dtype) for r in saved(light, weights, x) if r.dtype in FP8}
@@ -132,7 +133,7 @@ def assert_gate_with_options(fn, options, weights, x, dy):
 
 
 def assert_one_gate(fn, weights, x, dy=None):
-    """Asserts that a kernel computes the gate, and with `dy` that it is right."""
+    """Asserts that one kernel computes the gate; with `dy`, also that it is right."""
     assert len(gates(coat.fp8_remat(fn), weights, x)) == 1
     if dy is not None:
         assert_follows_autodiff(fn, dy, weights, x, tolerance=0.2)

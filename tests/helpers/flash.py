@@ -1,4 +1,4 @@
-"""A function that saves what cuDNN's flash attention saves, to run in its place."""
+"""Attention in JAX with the residuals of cuDNN's flash attention, as a stand-in."""
 
 from functools import partial
 from typing import Any

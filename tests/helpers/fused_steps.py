@@ -28,7 +28,7 @@ def is_shape(node) -> bool:
 
 
 def tree(seed: int, dtype=F32):
-    """Returns numbers of many magnitudes; the leaf `wide` stays in float32."""
+    """Returns a tree of numbers of many magnitudes; the leaf `wide` is float32."""
     rng = np.random.default_rng(seed)
 
     def values(path, shape):
@@ -39,7 +39,7 @@ def tree(seed: int, dtype=F32):
 
 
 def grown(params):
-    """Returns parameters of magnitude 1 to 2, which no step of the tests cancels."""
+    """Returns parameters of magnitudes 1 to 2, which steps of tests cannot cancel."""
     return jax.tree.map(
         lambda p: (jnp.sign(p) + p / (jnp.max(jnp.abs(p)) + 1)).astype(p.dtype), params
     )
@@ -51,7 +51,7 @@ def jitted(tx):
 
 
 def fused(tx, params, grads, state=None, **key):
-    """Returns the parameters and the state after all gradients."""
+    """Returns the parameters and the state after one fused step for each gradient."""
     state = tx.init(params) if state is None else state
     for g in grads:
         params, state = jitted(tx)(g, state, params, **key)
@@ -85,8 +85,8 @@ def distance(a, b) -> np.ndarray:
 def assert_close_states(actual, expected):
     """Asserts equal containers and nearly equal leaves.
 
-    Codes at rounding boundaries may fall to either side, rarely. The two paths compute
-    a stored ratio in another order. XLA also rounds shared operations differently in
+    A few codes at rounding boundaries may fall to either side. The two paths compute a
+    stored ratio in another order. XLA also rounds shared operations differently in
     different programs, for instance x / c as x * (1 / c).
     """
     assert jax.tree.structure(actual) == jax.tree.structure(expected)

@@ -36,7 +36,10 @@ every_activation_in_tiles = pytest.mark.parametrize(
 
 
 def inputs(shape, seed=0):
-    """Returns gate and up in groups of 16, some of them zero, and a gradient."""
+    """Returns gate and up in groups of 16, some of them zero, and a gradient.
+
+    Gate and up are the two entries of the second last axis of one quantized array.
+    """
     rng = np.random.default_rng(seed)
     gate_up = rng.standard_normal(shape) * np.exp2(rng.uniform(-3, 5, shape))
     gate_up[..., :16] = 0
@@ -58,7 +61,10 @@ def _sigmoid(x):
 
 
 def exact(groups, activation, dy=None):
-    """Returns the gated product or its gradients in float64, and the errors' unit."""
+    """Returns the gated product, or its gradients for `dy`, and the numbers' sizes.
+
+    All are float64. The error of a number is relative to its size.
+    """
     both = decoded(groups)
     gate, up = both[..., 0, :], both[..., 1, :]
     x, slope = gate, np.ones_like(gate)
@@ -83,7 +89,7 @@ def exact(groups, activation, dy=None):
 
 
 def assert_rounded(values, y, size, scale=None):
-    """Asserts that values are y, with an error of `ERROR * size`, rounded."""
+    """Asserts that values are rounded from numbers within `ERROR * size` of y."""
     error = ERROR * size + _TINY
     low, high = y - error, y + error
     if values.dtype == BF16:

@@ -42,7 +42,7 @@ def assert_close(actual, expected, tolerance: float):
 
 
 def distances(actual, expected) -> list[float]:
-    """Returns the distance of each array, relative to the size of the expected one."""
+    """Returns the norm of each array's error, relative to the expected array's norm."""
     pairs = zip(*map(jax.tree.leaves, (actual, expected)), strict=True)
     wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
     return [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in wide]
@@ -84,7 +84,7 @@ def fake(x, group: int | None = None, format: oracle.Format = oracle.E4M3):
 
 
 def fp8_bytes(shape: tuple[int, ...], group: int | None = GROUP) -> int:
-    """Returns the bytes of codes and scales: 2 per group, or 4 for a tensor."""
+    """Returns the bytes of FP8 codes and scales: 2 per group, or 4 for a tensor."""
     if group is None:
         return math.prod(shape) + 4
     return math.prod(shape) + 2 * math.prod(shape[:-1]) * math.ceil(shape[-1] / group)
@@ -92,7 +92,15 @@ def fp8_bytes(shape: tuple[int, ...], group: int | None = GROUP) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A residual's shape, dtype, argument index, and dependence on activations."""
+    """A residual of `jax.vjp`.
+
+    Attributes:
+      shape: The shape.
+      dtype: The dtype.
+      argument: The index of the argument leaf that the residual is, or None.
+      from_activations: Whether the residual depends on arguments besides parameters;
+        False if `saved` is not told which are parameters.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype

@@ -9,7 +9,7 @@ def slices(sizes):
 
 
 def padded(x, sizes):
-    """Returns the transpose with each group at a multiple of 128, in NumPy."""
+    """Transposes groups of rows, and pads each group to a multiple of 128 columns."""
     blocks = [np.zeros((x.shape[1], 0), x.dtype)]
     for rows in slices(sizes):
         columns = x[rows].T

@@ -1,4 +1,4 @@
-"""Values of tensors of tiny checkpoints, which need neither JAX nor torch."""
+"""Values for the tensors of tiny checkpoints, made without JAX and torch."""
 
 import zlib
 
@@ -7,7 +7,10 @@ import numpy as np
 
 
 def values_of(tensor: str, shape: tuple[int, ...], case: str) -> np.ndarray:
-    """Returns a tensor's values, which BF16 holds, from its name and shape."""
+    """Returns a tensor's float32 values, which are exact in BF16.
+
+    The names of tensor and case are the seed.
+    """
     seed = zlib.crc32(f"{case} {tensor}".encode())
     values = np.random.default_rng(seed).random(tuple(shape)) - 0.5
     if "norm" in tensor:

@@ -24,16 +24,16 @@ every_kernel = pytest.mark.parametrize("implementation", ["interpret", on_gpu])
 
 
 def run(implementation, function, *arrays, detect_races=False):
-    """Calls function(*arrays, implementation=...), compiled."""
+    """Returns `function(*arrays, implementation=...)`, compiled."""
     (result,) = run_each(implementation, function, arrays, detect_races=detect_races)
     return result
 
 
 def run_each(implementation, function, *calls, detect_races=False):
-    """Calls a function for several tuples of arrays, compiled once.
+    """Returns the results of a function, compiled once, for several tuples of arrays.
 
-    "interpret" runs the kernel without a GPU. It is the only one that is compiled
-    quickly.
+    The implementation "interpret" runs the kernel without a GPU. Only this one is
+    compiled without XLA's optimizations.
     """
     interpreted = implementation == "interpret"
     named = "mosaic" if interpreted else implementation
@@ -91,7 +91,7 @@ def encoded(x, scale, dtype) -> np.ndarray:
 
 
 def encoded_groups(x, dtype, group) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the codes and scales, per group, that the specification requires."""
+    """Returns the codes and the groups' scales that the specification requires."""
     x = np.asarray(x)
     with np.errstate(invalid="ignore", over="ignore"):
         scales, values = oracle.quantize(x, FORMATS[dtype], (group,))

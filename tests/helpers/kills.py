@@ -1,4 +1,4 @@
-"""Ends of a program in the middle of its work."""
+"""Helpers that end a program in the middle of its work."""
 
 import itertools
 from collections.abc import Callable
@@ -7,11 +7,11 @@ import pytest
 
 
 class Killed(BaseException):
-    """An end that no code of the program expects, as SIGKILL is."""
+    """An exception that no code of the program expects, in place of SIGKILL."""
 
 
 def kill() -> None:
-    """Ends the program."""
+    """Raises `Killed`."""
     raise Killed
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def norm(x, weight=None, bias=None, *, kind: str, eps: float):
-    """Normalizes rows: x / sqrt(mean(x ** 2) + eps), of x - mean(x) for a LayerNorm."""
+    """Computes an RMSNorm along the last axis, or a LayerNorm if `kind` is "layer"."""
     if kind == "layer":
         x = x - x.mean(-1, keepdims=True)
     y = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps)
@@ -35,7 +35,7 @@ def rotate(x, angles):
 def split_heads(y, angles, num_kv_heads: int):
     """Splits [b, s, columns] into queries, keys and values, and applies RoPE.
 
-    A key head has the columns of its queries, its key and its value.
+    The columns are grouped by key head: first its queries, then its key and its value.
     """
     b, s, _ = y.shape
     dim = 2 * angles.shape[-1]

@@ -18,7 +18,7 @@ def tiny(**changes) -> Settings:
 
 
 def untrained(folder: Path, **changes) -> Path:
-    """Returns the folder of a run that has trained no step."""
+    """Creates a run that has trained no step, and returns its folder."""
     return runs.Run.create(folder, tiny(**changes), "data").folder
 
 
@@ -34,7 +34,10 @@ def resume(folder, *flags) -> int:
 
 
 def rows_of(folder, recipe=None) -> list[dict]:
-    """Returns a recipe's metrics, or all, which are JSON as other languages know it."""
+    """Returns the rows of metrics of a recipe, or of all recipes if it is None.
+
+    Asserts that the file is standard JSON, without NaN and infinities.
+    """
 
     def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
@@ -49,7 +52,10 @@ def bits(tree) -> list:
 
 
 def final_state(folder, recipe, trainer=None):
-    """Returns the last state of a finished run; `trainer` is one of its shapes."""
+    """Returns the last state of a finished run.
+
+    `trainer` may be a trainer with a state of the same shapes, to save time.
+    """
     run = runs.Run.resume(folder, {})
     if trainer is None:
         config = model_config(run.settings, recipe, 257)

@@ -11,9 +11,9 @@ def slow(*values: object):
 
 
 def slow_except(fast: Iterable[object], cases: Iterable[object]) -> list[object]:
-    """Returns the cases of a test, which are slow but for the `fast` ones.
+    """Returns the cases of a test, all marked as slow except the `fast` ones.
 
-    A tuple has the values of several parameters.
+    A case that is a tuple has the values of several parameters.
     """
     fast, cases = [*fast], [*cases]
     assert all(case in cases for case in fast), "fast cases are cases"

@@ -24,7 +24,7 @@ class Mlp(nnx.Module):
 
 
 class Vit(nnx.Module):
-    """Patch embedding, a pre-norm encoder layer, a mean over tokens, a head."""
+    """A vision transformer with one encoder layer and a mean over tokens."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.embed = nnx.Conv(3, width, (4, 4), strides=4, padding="VALID", rngs=rngs)
@@ -39,7 +39,7 @@ class Vit(nnx.Module):
 
 
 class VitLayer(nnx.Module):
-    """Attention and an MLP, each after a LayerNorm."""
+    """A pre-norm layer with attention and an MLP, each after a LayerNorm."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
@@ -68,7 +68,7 @@ class Stateful(nnx.Module):
 
 
 class LinenNet(nn.Module):
-    """LayerNorm, Dense, BatchNorm, GELU, Dropout, Dense; `wrap` wraps a Dense."""
+    """A Linen model with batch statistics and dropout; `wrap` wraps its first Dense."""
 
     width: int
     wrap: object = lambda target: target
@@ -89,7 +89,7 @@ def parameters(make):
 
 
 def initialization(make):
-    """Returns the program that makes the initial state, as text, and its structure."""
+    """Returns the text of the program that makes the initial state, and its tree."""
     program, state = jax.make_jaxpr(lambda: nnx.split(make())[1], return_shape=True)()
     return str(program), jax.tree.structure(state)
 

@@ -46,7 +46,7 @@ def run_on(tx, params, state, grads: list, jit: bool = False):
 
 
 def assert_trees_equal(actual, expected):
-    """Asserts equal leaves, bit for bit; the containers may have other names."""
+    """Asserts leaves of equal values and dtypes; containers may be of other types."""
     actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
     for a, b in zip(actual, expected, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)

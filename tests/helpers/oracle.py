@@ -50,7 +50,7 @@ class Format:
         return self.max + step / 2
 
     def round(self, x) -> np.ndarray:
-        """Rounds to nearest; ties go to even, in DE8 down."""
+        """Rounds to the nearest value; ties go to even, or down in DE8."""
         x = np.clip(np.asarray(x), -self.max, self.max)
         if self.dtype is not None:
             return x.astype(np.float32).astype(self.dtype).astype(np.float32)
@@ -83,7 +83,7 @@ class Unsigned(Format):
     """E4M3 with a fourth mantissa bit in the sign's place, without denormals."""
 
     def round(self, x) -> np.ndarray:
-        """Rounds to nearest, ties up, and nonzero numbers at least to the smallest."""
+        """Rounds to nearest with ties up, but nonzero numbers never to zero."""
         x = np.minimum(np.asarray(x, np.float64), self.max)
         size = np.maximum(np.abs(x), self.smallest_normal)
         step = np.exp2(np.floor(np.log2(size)) - self.mantissa_bits)
@@ -133,10 +133,7 @@ def flush(x: np.ndarray) -> np.ndarray:
 
 
 def scale_of(group: np.ndarray, format: Format, block) -> np.ndarray:
-    """Returns a group's stored scale: bfloat16, or a power of two per tensor.
-
-    A scale per tensor is float32.
-    """
+    """Returns a group's scale in bfloat16, or a float32 power of two for a tensor."""
     dtype = scale_dtype(block)
     amax = np.max(np.abs(group), initial=np.float32(0))
     if not np.isfinite(amax):
@@ -149,7 +146,7 @@ def scale_of(group: np.ndarray, format: Format, block) -> np.ndarray:
 
 
 def largest_scale(format: Format, block) -> float:
-    """Returns the largest storable s with s * max in bfloat16 and 1 / s normal."""
+    """Returns the largest scale s with s * max within bfloat16 and 1 / s normal."""
     allowed = POWERS if block is None else BFLOAT16
     fits = allowed * format.max <= BFLOAT16.max()
     return allowed[fits & (allowed <= 2.0**125)].max()
@@ -175,9 +172,9 @@ def quantize(x, format: Format, block) -> tuple[dict, np.ndarray]:
 def power_bounds(
     group: np.ndarray, scale, format: Format, octaves: float = math.inf
 ) -> tuple[int, int]:
-    """Returns the least and greatest k, in sixteenths, that float32 may compute.
+    """Returns the least and greatest power k of a group that float32 may compute.
 
-    A group counts as at most `octaves` wide.
+    k is in sixteenths. A group counts as at most `octaves` wide.
     """
     sizes = np.abs(group[group != 0]).astype(np.float64)
     if not sizes.size or not np.isfinite(sizes).all():
@@ -200,8 +197,8 @@ def expanded_bounds(
     """Returns bounds of each code's value under expansion with power k / 16.
 
     A logarithm may be off by two float32 roundings of itself. There is no other
-    tolerance, unless the group itself is known only to a relative `error`. Where both
-    bounds agree there is one right code.
+    tolerance, unless the group itself is known only up to a relative `error`. A code
+    with two equal bounds is the only right one.
     """
     with np.errstate(divide="ignore"):
         log = np.log2(np.abs(group).astype(np.float64))

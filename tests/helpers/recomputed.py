@@ -1,4 +1,4 @@
-"""Operations between two matmuls, and their gradients from FP8 copies by hand."""
+"""Operations between two matmuls, and their gradients by hand from FP8 copies."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ from helpers.models import normal
 
 
 def between(pointwise):
-    """Returns an operation between two matmuls, as a function of params and x."""
+    """Returns a function of params and x that runs `pointwise` between two matmuls."""
     return lambda params, x: pointwise(x @ params[0]) @ params[1]
 
 
 def arguments(pointwise, *, inside: int = 128, scale: float = 0.2):
-    """Returns weights, x and the output's cotangent.
+    """Returns the matmuls' weights, x, and the output's cotangent.
 
     The operation's input has `inside` columns.
     """
@@ -28,13 +28,21 @@ def copies(fn, *args) -> list[tuple[int, ...]]:
 
 
 def by_hand(params, x, dy, h, slopes):
-    """Returns gradients from the copies of x and h and the operation's derivative."""
+    """Returns the gradients of the weights and of x, for an operation between matmuls.
+
+    Args:
+      params: The weights of the first and of the second matmul.
+      x: The copy of the first matmul's input.
+      dy: The cotangent of the second matmul's result.
+      h: The copy of the second matmul's input, which the operation returns.
+      slopes: Maps the cotangent of h to the cotangent of the operation's input.
+    """
     w1, w2 = params
     da = slopes(dy @ w2.T)
     return (x.T @ da, h.T @ dy), da @ w1.T
 
 
 def from_inputs(pointwise, params, x, dy, saved):
-    """Returns gradients if `pointwise` is recomputed from `saved`."""
+    """Returns gradients with `pointwise` recomputed from `saved`, its saved input."""
     h, vjp = jax.vjp(pointwise, jnp.asarray(saved))
     return by_hand(params, fake(x, ROW), dy, h, lambda dh: vjp(dh)[0])

@@ -50,7 +50,7 @@ def tokens(seed: int = 1):
 
 
 def loss_of(run):
-    """Returns a loss of tied embeddings and of layers, which `run` applies."""
+    """Returns the loss of a model with tied embeddings; `run` applies its layers."""
 
     def loss(params, tokens):
         x = params["embedding"][tokens[:, :-1]]
@@ -69,7 +69,7 @@ def unrolled(fn, x, layers):
 
 
 def ordinary(loss, tx):
-    """Returns the step of `jax.value_and_grad` and the optimizer."""
+    """Returns a step that computes all gradients first and then runs the optimizer."""
 
     def step(params, state, *args, key=None):
         value, grads = jax.value_and_grad(loss)(params, *args)
@@ -84,7 +84,7 @@ def ordinary(loss, tx):
 
 
 def after(step, params, state, *args, steps: int = 2, **options):
-    """Returns loss, parameters and state after some steps."""
+    """Returns the last loss, parameters and state after some steps."""
     step = jax.jit(step)
     for _ in range(steps):
         value, params, state = step(params, state, *args, **options)
@@ -92,7 +92,7 @@ def after(step, params, state, *args, steps: int = 2, **options):
 
 
 def assert_steps_equal(loss, tx, params, *args, steps: int = 2, **options):
-    """Asserts that a released step has all bits of the ordinary one."""
+    """Asserts that `coat.value_and_update` has all bits of the ordinary step."""
     state = tx.init(params)
     expected = after(ordinary(loss, tx), params, state, *args, steps=steps, **options)
     released = coat.value_and_update(loss, tx)
@@ -105,15 +105,15 @@ SCANNED, SGD = loss_of(coat.scan_layers), optax.sgd(0.1)
 
 @functools.cache
 def plain():
-    """Returns what an ordinary step of `SGD` makes of scanned parameters."""
+    """Returns loss, parameters and state after an ordinary step on scanned layers."""
     params = parameters(stacked=True)
     return after(ordinary(SCANNED, SGD), params, SGD.init(params), tokens(), steps=1)
 
 
 def assert_step_is_plain(loss):
-    """Asserts that a released step of another form of `SCANNED` has `plain`'s bits.
+    """Asserts that a step of `coat.value_and_update` has the bits of `plain()`.
 
-    Its loss may be a sum in another order.
+    The loss is another form of `SCANNED`, and may be a sum in another order.
     """
     params = parameters(stacked=True)
     step = coat.value_and_update(loss, SGD)

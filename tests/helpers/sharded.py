@@ -29,10 +29,10 @@ COLLECTIVES = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-al
 
 
 def as_kernels(monkeypatch):
-    """Lets operations run on meshes as with Hopper GPUs.
+    """Makes operations choose kernels on meshes, as with Hopper GPUs.
 
-    Every operation is chosen to run as a kernel on each device's part of its arrays.
-    There, and on one device, its definition in jnp runs in the kernel's place.
+    An operation is partitioned like its kernel. Its definition in jnp then runs in
+    place of the kernel on each device's shards, and on one device.
     """
 
     def against(arrays):
@@ -76,7 +76,7 @@ def chained(tx):
 
 
 def placed(tx, mesh, layout=LAYOUT):
-    """Returns gradients, state and parameters on a mesh."""
+    """Returns gradients, optimizer state and parameters, sharded over a mesh."""
     params, grads = random_tree(1, layout), random_tree(2, layout)
     where = shardings(mesh, layout)
     states = coat.opt_state_sharding(tx, params, where)
@@ -85,7 +85,11 @@ def placed(tx, mesh, layout=LAYOUT):
 
 
 def check_steps(tx, step, mesh, layout, **options) -> str:
-    """Checks that two steps on a mesh have one device's bits; returns the program."""
+    """Checks that two steps on a mesh have one device's bits.
+
+    Also checks that the state and the parameters keep their shardings and are donated.
+    Returns the text of the compiled program.
+    """
     key, arrays = jax.random.key(7), placed(tx, mesh, layout)
     jitted = jax.jit(step, donate_argnums=(1, 2), compiler_options=options)
     compiled = jitted.lower(*arrays, key).compile()

@@ -1,10 +1,10 @@
-"""The library's and plain functions under JAX's switches and transformations.
+"""The library's functions under JAX's switches and transformations.
 
     cd tests && uv run python -m helpers.switches
 
-writes docs/pages/switches.md. tests/test_switches.py compares the page with what it
-finds. A plain twin is the function of optax, JAX or Flax that a library function stands
-for: where it works, the library function must work.
+writes docs/pages/switches.md. tests/test_switches.py compares the page with the actual
+results. The plain twin of a library function is the function of optax, JAX or Flax that
+it replaces: where the twin works, the library function must work.
 """
 
 import contextlib
@@ -47,13 +47,13 @@ _WIDTH = _SHAPE[-1]
 
 
 class Case(NamedTuple):
-    """A function of the library and its plain twin, of (params, x) or (params, x, key).
+    """A function of the library and its plain twin, of (params, x, key).
 
     Attributes:
       ours: The function of the library.
-      plain: The function of optax, JAX or Flax that it stands for.
+      plain: The function of optax, JAX or Flax that it replaces.
       params: The parameters.
-      differentiable: Whether transformations are tried within a gradient.
+      differentiable: Whether the gradient of a transformed function is computed.
     """
 
     ours: Callable
@@ -87,7 +87,7 @@ def _layer(recipe: str) -> tuple[Callable, Any]:
 
 
 def _plain_layer() -> tuple[Callable, Any]:
-    """Returns attention and an MLP of Flax and JAX, without this library."""
+    """Returns a function of a layer in plain Flax and JAX, and the layer's state."""
 
     class Layer(nnx.Module):
         def __init__(self, rngs):
@@ -107,7 +107,7 @@ def _plain_layer() -> tuple[Callable, Any]:
 
 @functools.cache
 def cases() -> dict[str, Case]:
-    """Returns the functions by name."""
+    """Returns the cases by name."""
     units = functools.partial(np.full, dtype=np.float32)
     matrix = {"w": units((_WIDTH, _WIDTH), 0.1), "b": units((1, 1, _WIDTH), 0.1)}
     mlp = {"up": units((_WIDTH, _WIDTH), 0.1), "down": units((_WIDTH, _WIDTH), 0.1)}
@@ -212,7 +212,7 @@ TRANSFORMATIONS: dict[str, Callable[[Callable], Callable]] = {
 
 
 def transformed(case: Case, fn: Callable, name: str) -> Callable:
-    """Returns a function of (params, x, key) in a transformation."""
+    """Returns a case's function in a transformation, or the gradient of the result."""
     changed = TRANSFORMATIONS[name](fn)
     if name in ("eager", "jit") or not case.differentiable:
         return changed
@@ -234,7 +234,7 @@ def _run(fn: Callable, args: tuple) -> None:
 
 
 def _within(context: Callable, run: Callable = _trace, key: Callable | None = None):
-    """Returns a switch that is a context: arguments are made and used within it."""
+    """Returns a switch that makes arguments and runs a function within `context()`."""
 
     def switch(fn, case):
         with context():
@@ -300,7 +300,7 @@ SWITCHES: dict[str, Callable[[Callable, Case], None]] = {
 
 
 def failures(function: str, switch: str, plain: bool = False) -> dict[str, Exception]:
-    """Returns the transformations in which a function fails under a switch."""
+    """Returns the errors of a function under a switch, by transformation."""
     case = cases()[function]
     fn = case.plain if plain else case.ours
     names = ("jit", "grad") if switch in _IN_FEW else TRANSFORMATIONS
@@ -323,7 +323,7 @@ def failures(function: str, switch: str, plain: bool = False) -> dict[str, Excep
 
 
 def cell(function: str, switch: str) -> tuple[str, dict[str, Exception]]:
-    """Returns a cell's text, and errors of transformations in which the twin works."""
+    """Returns a cell's text, and the errors where the plain twin works."""
     ours = failures(function, switch)
     if not ours:
         return "all", {}
@@ -335,7 +335,7 @@ def cell(function: str, switch: str) -> tuple[str, dict[str, Exception]]:
 
 
 def render(cells: dict[tuple[str, str], str]) -> str:
-    """Returns the page for the texts of cells by function and switch."""
+    """Returns the page's text for the texts of cells by function and switch."""
     names = list(cases())
     lines = ["| Switch | What works |", "| --- | --- |"]
     for switch in SWITCHES:
@@ -364,7 +364,7 @@ def read_page() -> dict[tuple[str, str], str]:
 
 
 def main() -> None:
-    """Writes the page, and prints each error of a cell where the twin works."""
+    """Writes the page, and prints each error in a cell where the plain twin works."""
     cells = {}
     for function in cases():
         for switch in SWITCHES:

@@ -1,4 +1,4 @@
-"""Differences of older versions of JAX and Flax that tests have to know."""
+"""Differences between versions of JAX and Flax that tests have to know."""
 
 import jax
 import pytest

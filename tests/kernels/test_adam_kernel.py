@@ -1,4 +1,4 @@
-"""Tests the Adam kernel against its reference, and that against the library."""
+"""Tests the Adam kernel against its reference, and the reference against optax."""
 
 import dataclasses
 import functools
@@ -184,7 +184,7 @@ def test_a_layer_has_gradients_of_a_layer():
     ],
 )
 def test_a_part_of_an_array_rounds_as_in_the_whole(implementation, width):
-    """A part cut along the middle axis has rows with uneven strides in the whole."""
+    """The rows of a slice along the middle axis have uneven strides in the array."""
     arrays = random_state((4, 24, width), BF16)
     complete = run("reference", SCALARS, *arrays, jnp.uint32(77))
     groups = -(-width // 128)

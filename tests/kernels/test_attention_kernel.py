@@ -23,7 +23,20 @@ SCALE = 0.2  # Scores are as large as the soft caps.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call of attention."""
+    """The arrays and options of a call of attention.
+
+    Attributes:
+      d: The size of a head.
+      s: The length of a sequence.
+      b: The number of sequences.
+      n: The number of query heads.
+      m: The number of key heads.
+      softcap: The soft cap of scores.
+      causal: Whether attention is causal.
+      window: The size of the window.
+      packed: Whether there are segment ids.
+      large: A factor of the queries.
+    """
 
     d: int = 128
     s: int = 128
@@ -45,7 +58,7 @@ class Case:
 
     @property
     def ids(self):
-        """Segments that are not sorted, so that no tile is skipped by accident."""
+        """Segment ids that are not sorted, so that no tile is skipped by accident."""
         if not self.packed:
             return None
         rng = np.random.default_rng(1)
@@ -99,7 +112,7 @@ CASES = {
 
 
 def some(*names):
-    """Returns the names of all cases; others than `names` are slow."""
+    """Returns the names of all cases, marked as slow except `names`."""
     return [
         name if name in names else pytest.param(name, marks=pytest.mark.slow)
         for name in CASES
@@ -124,7 +137,7 @@ def test_kernels_compute_attention(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [None, False, True])
 def test_layers_run_the_kernel_for_soft_caps(local, monkeypatch):
-    """Copies of queries, keys and values are read in backward."""
+    """The backward pass reads the copies of q, k and v that the layer is given."""
     case = Case(d=64, b=2, packed=True)
     scores = Scores(softcap=50.0, window=40, scale=SCALE)
     local_layer = None if local is None else jnp.bool_(local)
@@ -164,7 +177,7 @@ def test_kernels_compute_attention_on_a_gpu(name):
 
 
 def test_queries_that_attend_to_nothing_have_no_gradients():
-    """A device can have keys that no query attends to."""
+    """A device can have queries that attend to none of its keys."""
     q, k, v, do = Case(s=4).arrays()
     none = jnp.full((1, 2, 4), -jnp.inf)
     grads = jax.jit(partial(pk.attention_grad, implementation="reference"))
@@ -173,7 +186,10 @@ def test_queries_that_attend_to_nothing_have_no_gradients():
 
 
 def test_spans_of_tiles_are_exact():
-    """A tile is in a span if one of its scores counts, with no more between them."""
+    """A span has all tiles with a score that counts, and ends at the outermost ones.
+
+    The ends may be farther out if there are segments and a window.
+    """
     tiles = plan.Tiles(queries=4, keys=8)
     rng = np.random.default_rng(0)
     for trial in range(8):
@@ -251,7 +267,7 @@ def _layer(weights, x):
 
 @pytest.mark.parametrize("rerun", [False, True])
 def test_fp8_remat_saves_what_kernels_read_with_statistics(rerun):
-    """All of it is exact, or attention runs again with copies of q, k and v."""
+    """The residuals are exact, or attention runs again on copies of q, k and v."""
     weights = [jax.ShapeDtypeStruct((512, 512), BF16)] * 4
     x = jax.ShapeDtypeStruct((2, 1024, 512), BF16)
     with for_hopper():
@@ -266,7 +282,7 @@ def test_fp8_remat_saves_what_kernels_read_with_statistics(rerun):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rerun", "bound"), [(False, 0.06), (True, 0.1)])
 def test_gradients_under_fp8_remat_on_a_gpu(rerun, bound):
-    """The log-sum-exp and what is read with it are exact, or all computed again."""
+    """Attention saves exact residuals, or runs again on copies of q, k and v."""
     keys = jax.random.split(jax.random.key(0), 5)
     weights = [jax.random.normal(key, (512, 512), BF16) / 24 for key in keys[:4]]
     x = jax.random.normal(keys[4], (2, 1024, 512), BF16)

@@ -36,9 +36,9 @@ COPIES = [
 
 
 def odd(shape, dtype, seed=0) -> jax.Array:
-    """Returns numbers; tiles and their rows and columns hold what is hard to quantize.
+    """Returns random numbers with tiles, rows and columns that are hard to quantize.
 
-    There are 2 x 3 tiles or more.
+    The array must have at least 2 x 3 tiles of 128 x 128 numbers.
     """
     x = np.array(numbers(shape, F32, seed))
     x[:128, 128:256] = 0
@@ -52,7 +52,7 @@ def odd(shape, dtype, seed=0) -> jax.Array:
 
 
 def expected(x, block, dtype):
-    """Returns the codes and scales that the specification requires."""
+    """Returns codes and scales by the specification, or None if `block` is None."""
     if block is None:
         return None
     x, size = np.asarray(x), SIZES[block]

@@ -1,4 +1,4 @@
-"""Tests programs compiled for an H200: no register spills, little memory in backward.
+"""Tests programs compiled for an H200: their registers, memory and kernels.
 
 The tests need no GPU.
 """
@@ -75,7 +75,7 @@ _HOW = "python -m experiments.kernels.resources records what they take"
 
 
 def compiled(*arguments):
-    """Returns the rows that another process compiles and prints."""
+    """Runs Python with these arguments and returns the JSON that it prints."""
     command = [sys.executable, *arguments]
     # The process must not look for a GPU.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -114,7 +114,7 @@ def assert_no_more_than_recorded(rows, families):
 
 
 def state_of_kernels():
-    """Returns a hash of all that decides what kernels take: sources and compilers."""
+    """Returns a hash of what decides the kernels' resources: sources and compilers."""
     files = [*(_ROOT / "pallas_kernels").rglob("*.py"), resources.__file__]
     files += [kernel_cases.__file__, sm90.__file__, RESULTS, __file__]
     state = hashlib.sha256(json.dumps(sm90.versions()).encode())
@@ -124,9 +124,10 @@ def state_of_kernels():
 
 
 def nearest_rows(config):
-    """Returns the rows of the nearest cases, compiled once for a state of the kernels.
+    """Returns the rows of the cases that are nearest to spilling registers.
 
-    `pytest --cache-clear` forgets them.
+    They are compiled once for a state of the kernels and kept in pytest's cache, which
+    `pytest --cache-clear` empties.
     """
     state = state_of_kernels()
     cache = getattr(config, "cache", None)  # None with -p no:cacheprovider.
@@ -174,7 +175,7 @@ def test_all_cases_are_recorded():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Chooses kernels and cuDNN's attention as on a Hopper GPU."""
+    """Makes programs choose kernels and cuDNN's attention as on a Hopper GPU."""
     monkeypatch.setattr(devices, "has_hopper", lambda: True)
     monkeypatch.setattr(attention, "has_flash_attention", lambda q: True)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
@@ -202,7 +203,7 @@ def test_backward_takes_no_more_memory_than_bf16s():
 @needs_compiler
 @pytest.mark.usefixtures("hopper")
 def test_a_foreign_layer_runs_kernels_alone_in_less_memory_than_bf16(monkeypatch):
-    """Merged matmuls are kernels, too: XLA's library multiplies nothing."""
+    """Kernels compute all matmuls, also the merged ones, and cuBLAS computes none."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # The layer asks.
     sizes = {"hidden": 2048, "intermediate": 5632, "kv_heads": 4, "head_dim": 128}
     shape = layer_cases.Shape(seq=2048, batch=4, **sizes)
@@ -282,7 +283,7 @@ def test_a_step_inside_backward_copies_no_stack():
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("recipe", ["coat", "coat_max"])
 def test_adapters_keep_no_transposed_copies_of_frozen_weights(recipe):
-    """A kernel transposes the codes of a layer, and XLA the stacks of none."""
+    """A kernel transposes the codes of one layer; XLA transposes no stack of layers."""
     config = llama.LlamaConfig(
         vocab_size=1024,
         hidden_size=1024,
@@ -352,7 +353,7 @@ def test_two_gpus_run_kernels_on_shards_and_gather_codes():
     assert program.count("mosaic_gpu") > 30
 
     def moved(collective):
-        """Yields the types and sizes of the arrays that a collective returns."""
+        """Yields the dtypes and sizes of the arrays that a collective returns."""
         for actual in re.findall(rf" = (.*?) {collective}(?:-start)?\(", program):
             complete = actual.rsplit("), ", 1)[-1]  # A start returns its operands, too.
             for dtype, dims in re.findall(r"(\w+)\[([\d,]+)\]", complete):

@@ -1,4 +1,4 @@
-"""Tests gates of one array and of two, and activations without a gate."""
+"""Tests kernels of gates with one or two input arrays, and of plain activations."""
 
 import functools
 
@@ -280,7 +280,7 @@ def test_wide_gradients_of_two_arrays(implementation):
 
 
 def alone(gate_up):
-    """Returns the gate, and gate and up with an up of ones."""
+    """Returns a tuple of the gate alone, and the gate together with an up of ones."""
     codes, scale = map(np.array, gate_up)
     codes[..., 1, :] = scale[..., 1, :] = 1
     return apart(gate_up)[:1], pk.Scaled(codes, scale)

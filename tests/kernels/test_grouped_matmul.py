@@ -1,4 +1,4 @@
-"""Tests grouped matmuls of any sizes of groups, and rows that tokens are copied to."""
+"""Tests grouped matmuls, weight gradients and transposes for all sizes of groups."""
 
 import functools
 import math
@@ -30,7 +30,7 @@ NUMPY = {
 
 @pytest.fixture(autouse=True)
 def _few_multiprocessors(monkeypatch):
-    """Interpreted thread blocks compute several tiles."""
+    """Makes interpreted thread blocks compute several tiles each."""
     if jax.default_backend() == "cpu":
         monkeypatch.setattr(devices, "multiprocessors", lambda: 2)
 
@@ -62,9 +62,10 @@ def grouped_in_float64(a, b, sizes, a_scale=1.0, b_scale=1.0):
 
 
 def assert_close(actual, expected, dtype, unit):
-    """Asserts the rounding of the result, and of sums of the standard deviation `unit`.
+    """Asserts that a result has only the errors of its rounding and of its sums.
 
-    Tensor cores cut sums of FP8 products after about 14 bits, again and again.
+    `unit` is the standard deviation of the sums. Tensor cores cut each partial sum of
+    FP8 products after about 14 bits.
     """
     assert (actual.shape, actual.dtype) == (expected.shape, dtype)
     error = np.abs(np.asarray(actual).astype(np.float64) - expected)
@@ -77,7 +78,11 @@ def check_rows(
     implementation, sizes, shape, *, a_dtype=E4M3, b_dtype=E4M3, kinds=("rows", "all"),
     out_dtype=BF16, tuning=TILE, listed=False, seed=0, compute=None,
 ):  # fmt: skip
-    """Compares `grouped_matmul`, or `compute`, of random numbers with NumPy."""
+    """Compares `grouped_matmul` of random numbers with NumPy.
+
+    `kinds` are the scales of both operands: "none", "one", "rows", "groups" or "all".
+    `listed` passes the list of tiles as an option. `compute` replaces the kernel.
+    """
     (rows, n, k), groups = shape, len(sizes)
     rng = np.random.default_rng(seed)
     (a, wide_a), (b, wide_b) = (
@@ -223,7 +228,11 @@ def check_gradient(
     implementation, sizes, shape, *, a_dtype=E5M2, b_dtype=E4M3,
     kinds=("one", "groups"), out_dtype=BF16, tuning=TILE, seed=0, compute=None,
 ):  # fmt: skip
-    """Compares `grouped_weight_gradient`, or `compute`, of numbers with NumPy."""
+    """Compares `grouped_weight_gradient` of random numbers with NumPy.
+
+    `kinds` are the scales of both operands: "none", "one" or "groups". `compute`
+    replaces the kernel.
+    """
     (rows, n, k), groups = shape, len(sizes)
     rng = np.random.default_rng(seed)
     (a, wide_a), (b, wide_b) = (
@@ -268,7 +277,11 @@ def test_weight_gradients_are_float64s_but_for_rounding(
 
 
 def routed(kind, rows, groups, rng):
-    """Returns sizes of groups as routers give them, and as they rarely give them."""
+    """Returns the sizes of `groups` groups with at most `rows` rows in all.
+
+    `kind` is "equal", "random" or "zipf", as routers give them, or the rare "odd" or
+    "one".
+    """
     if kind == "equal":
         return [rows // groups] * groups
     if kind == "random":
@@ -291,7 +304,7 @@ KINDS = ["equal", "random", "zipf", "odd", "one", "none"]
 
 
 def compiled(function, settings):
-    """Returns a kernel that is compiled once for all sizes of groups."""
+    """Returns a jitted kernel, which is compiled once for all sizes of groups."""
     named = functools.partial(function, tuning=settings, implementation="mosaic")
     return jax.jit(named, compiler_options=kernels.OPTIMIZED)
 
@@ -350,7 +363,7 @@ def test_each_row_is_written_by_one_tile_of_its_group(implementation, kind):
 def test_kernels_have_no_races():
     """The interpreter raises an error at the first race.
 
-    It takes each part of a subtile for a copy to wait for, so groups are whole tiles.
+    It waits for each part of a subtile as for a copy, so groups are whole tiles.
     """
     rng = np.random.default_rng(3)
     (a, wide_a), (b, wide_b) = (

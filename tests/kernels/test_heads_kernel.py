@@ -35,7 +35,7 @@ def heads(b, s, n, m, d, dtype=BF16):
 
 
 def joined(q, k, v, cos, sin) -> np.ndarray:
-    """Joins heads in float64, with halves as complex numbers to undo RoPE."""
+    """Undoes RoPE and joins heads, in float64, with halves as complex numbers."""
     turn = np.asarray(cos, np.float64) - 1j * np.asarray(sin, np.float64)
 
     def turned(x):

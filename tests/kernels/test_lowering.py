@@ -1,6 +1,6 @@
 """Tests that kernels are lowered once, to the custom calls that Pallas emits.
 
-They lower programs for a GPU, and need none.
+The tests lower programs for a GPU, but need none.
 """
 
 import functools
@@ -26,7 +26,7 @@ _quantize = functools.partial(pk.quantize_rows, implementation="mosaic")
 
 @pytest.fixture
 def lowered(monkeypatch):
-    """Collects the names of launches that are lowered from Pallas."""
+    """Returns a list that collects the names of launches lowered from Pallas."""
     names, calls = [], lowering._Launch._calls
 
     def counted(launch):
@@ -40,7 +40,7 @@ def lowered(monkeypatch):
 
 @pytest.fixture
 def in_jaxs_way(monkeypatch):
-    """Yields a function after which kernels are lowered in JAX's own way."""
+    """Yields a function that makes JAX lower the kernels in its own way."""
 
     def switch():
         monkeypatch.setattr(lowering._Launch, "calls", lambda launch: None)
@@ -59,7 +59,7 @@ def text(fn, *arrays, **options):
 
 
 def custom_calls(lowered):
-    """Yields the custom calls of kernels, without the kernels."""
+    """Yields the text of each kernel's custom call, without the kernel's code."""
     pattern = r"stablehlo.custom_call @mosaic_gpu_v2.*"
     for call in re.findall(pattern, lowered):
         call = re.sub(r'kernel_hash = "(?:[^"\\]|\\.)*"', "", call)

@@ -51,9 +51,10 @@ cases = pytest.mark.parametrize(
 
 
 def inputs(shape, dtype=BF16, parts=0, grouped=False, seed=0):
-    """Returns rows of several sizes, their float64 values, and parameters.
+    """Returns rows of several magnitudes, their float64 values, a weight and a bias.
 
-    Parameters have the first `parts` axes of rows.
+    Weight and bias have the first `parts` axes of the rows, or are None if `dtype` is.
+    With `grouped` the rows are quantized in groups of 16.
     """
     size = np.exp2(np.linspace(-4, 4, int(np.prod(shape[:-1])))).reshape(shape[:-1])
     x = numbers(shape, F32, seed, octaves=2) * size[..., None] + size[..., None]
@@ -76,7 +77,7 @@ def wide(x):
 
 
 def spread(param, x):
-    """Returns a parameter in float64 with axes of one element between its axes."""
+    """Returns a parameter in float64 with axes that broadcast against `x`."""
     if param is None:
         return None
     axes = range(param.ndim - 1, x.ndim - 1)
@@ -89,7 +90,10 @@ def expected_norm(x, weight, bias, kind):
 
 
 def expected_grad(x, dy, weight, kind, parts=0):
-    """Returns the gradients of x, weight and bias, which have first axes of x."""
+    """Returns the gradients of x, of the weight and of the bias.
+
+    The gradients of weight and bias have the first `parts` axes of x.
+    """
     centered = x - x.mean(-1, keepdims=True) if kind == "layer" else x
     deviation = np.sqrt((centered**2).mean(-1, keepdims=True) + EPS)
     g = dy if weight is None else dy * spread(weight, x)
@@ -101,7 +105,7 @@ def expected_grad(x, dy, weight, kind, parts=0):
 
 
 def assert_rounded(actual, expected, dtype, scale=1.0, slack=1e-5):
-    """Asserts that `actual` is `expected / scale`, rounded, with float32's error."""
+    """Asserts that `actual` is `expected / scale`, rounded, up to float32's error."""
     assert actual.dtype == dtype
     expected = expected / np.asarray(scale, np.float64)
     if dtype == E4M3:

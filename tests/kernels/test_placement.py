@@ -1,4 +1,4 @@
-"""Tests of how the axes of operations are split over a mesh."""
+"""Tests of how the axes of operations are sharded over a mesh."""
 
 import dataclasses
 
@@ -171,7 +171,7 @@ def test_arrays_of_one_device_are_on_no_mesh():
 
 @dataclasses.dataclass(frozen=True)
 class Told(operations.Operation):
-    """An operation with a result that tells whether the kernel ran."""
+    """An operation that returns ones by its kernel, and zeros by its reference."""
 
     name = "told"
 

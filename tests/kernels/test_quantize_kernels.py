@@ -171,7 +171,7 @@ def test_maxima_keep_nan(implementation, dtype, shape):
 
 @every_implementation
 def test_maxima_of_all_arrays_and_of_batches(implementation):
-    """The largest number is in the first array of one batch, or in the second."""
+    """The largest number of each batch entry is in the first or the second array."""
     x, y = numbers((2, 3, 9, 2048)), numbers((3, 1040), seed=1)
     x, y = x.at[1, 0, 5, 77].set(-1e4), y.at[2, -1].set(-1e4)
 
@@ -364,7 +364,7 @@ def test_what_cannot_run_is_named():
 
 @pytest.mark.parametrize("n", [18, 24, 36])
 def test_the_size_of_groups_tells_a_short_last_one(n):
-    """Groups of 16 of 24 numbers are as many as groups of 12."""
+    """24 numbers have as many groups of 16 as groups of 12."""
     x = np.random.default_rng(0).standard_normal((3, n)).astype(np.float32)
     x[:, 16:] *= 100
     groups = jax.jit(functools.partial(pk.quantize_groups, group=16))(x)

@@ -1,4 +1,4 @@
-"""Tests kernels of rows that tokens are copied to: their sums, and their transposes."""
+"""Tests kernels for rows copied from tokens: sums, copies and transposes."""
 
 import functools
 
@@ -18,7 +18,7 @@ CODES = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 
 
 def summed(x, places, add):
-    """Adds up rows one after another, in float32."""
+    """Returns the float32 sum of each token's rows, plus `add` if it is given."""
     total = np.zeros((len(places), x.shape[1]), np.float32)
     for j in range(places.shape[1]):
         total += np.asarray(x, np.float32)[places[:, j]]

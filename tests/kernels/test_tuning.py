@@ -17,7 +17,7 @@ from pallas_kernels.ops.matmul.walk import snake
 
 
 def visits(rows, columns, width):
-    """Yields the tiles stripe by stripe, as a person would list them."""
+    """Yields (row, column) of all tiles, stripe by stripe, by plain loops."""
     for number, first in enumerate(range(0, rows, width)):
         stripe = range(first, min(first + width, rows))
         order = range(columns) if number % 2 == 0 else reversed(range(columns))

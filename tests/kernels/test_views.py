@@ -1,6 +1,6 @@
 """Tests that programs hand arrays to kernels without reshapes.
 
-They lower programs for a GPU, and need none.
+The tests lower programs for a GPU, but need none.
 """
 
 import functools
@@ -22,7 +22,7 @@ E4M3 = jnp.float8_e4m3fn
 
 
 def launch(x, shape, dtype):
-    """Runs a stand-in of a kernel: it negates an array of one axis."""
+    """Runs a stand-in for a kernel, which negates an array of one axis."""
     operand = custom_calls.viewed(x, jax.ShapeDtypeStruct((x.size,), x.dtype))
     out = lowering.once(lambda x: -x, "negated")(operand)
     return custom_calls.viewed(out, jax.ShapeDtypeStruct(shape, dtype))

@@ -1,4 +1,4 @@
-"""Tests gradients of gates by rows that are sorted by expert and have weights."""
+"""Tests gradients of gates for rows that are sorted by expert and have weights."""
 
 import functools
 
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_float64(implementation, activation, sizes, f, co
 
 @pytest.mark.parametrize("activation", slow_except(["gelu"], ACTIVATIONS))
 def test_columns_between_groups_are_finite(activation):
-    """Weight gradients multiply them by zeros."""
+    """They must be finite because weight gradients multiply them by zeros."""
     groups, dy = inputs((264, 2, 64))
     arrays = groups, dy, np.ones(264, np.float32)
     out = computed("reference", arrays, [1, 100], activation)
@@ -88,7 +88,7 @@ def test_columns_between_groups_are_finite(activation):
 
 
 def test_rows_that_the_kernel_would_read_beyond_the_last_are_told():
-    """The kernel reads 128 rows from each block's first one on."""
+    """The kernel reads 128 rows from the first row of each block on."""
     groups, dy = inputs((256, 2, 64))
     arrays = groups, dy, np.ones(256, np.float32)
     out = computed("interpret", arrays, [100, 29], "silu")

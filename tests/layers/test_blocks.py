@@ -45,7 +45,7 @@ def initial(config: llama.LlamaConfig):
 
 
 def split(config: llama.LlamaConfig):
-    """Returns a model's structure and its parameters, which all recipes share."""
+    """Returns a model's structure, and parameters that are the same for all recipes."""
     model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
     return nnx.split(model)[0], initial(dataclasses.replace(config, recipe="bf16"))
 
@@ -138,7 +138,7 @@ def logits_of(recipe: str):
 
 
 def loss_of(logits):
-    """Returns the mean loss of all tokens but the last ones."""
+    """Returns the mean loss of predicting each next token."""
     loss = optax.softmax_cross_entropy_with_integer_labels
     return loss(logits[:, :-1], tokens()[:, 1:]).mean()
 

@@ -1,4 +1,4 @@
-"""Tests experts against each token through each expert, without any sorting.
+"""Tests experts against an oracle that runs each token through each expert.
 
 The oracle of unquantized recipes is in float64. The oracle of the FP8 flow is a chain
 of vector-Jacobian products of plain functions, each at dequantized arrays.
@@ -79,12 +79,12 @@ def tokens(dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
 
 @functools.cache
 def passes(name: str, experts: Experts, gate="silu"):
-    """Returns a function that computes a layer's experts and all gradients."""
+    """Returns a jitted function that computes a layer's results and all gradients."""
     return jax.jit(passes_of(name, experts, gate), compiler_options=QUICK)
 
 
 def passes_of(name: str, experts: Experts, gate="silu"):
-    """Returns `passes` without `jit`."""
+    """Returns the function of `passes`, without `jit`."""
     recipe = recipes.RECIPES[name]
 
     def layer(params, x):
@@ -110,7 +110,12 @@ def norm(x, weight):
 
 
 def weights_of(logits, ids, experts):
-    """Returns weights [tokens, experts], zero where not chosen, and both losses."""
+    """Returns the weight of each expert for each token, and the routing.
+
+    The weights [tokens, experts] are zero for experts that are not in `ids`. Shared
+    experts come last and have weight 1. The routing has the loads and both auxiliary
+    losses.
+    """
     softmax = jax.nn.softmax(logits)
     scores = softmax if experts.scores == "softmax" else jax.nn.sigmoid(logits)
     chosen = jnp.zeros(logits.shape).at[jnp.arange(len(ids))[:, None], ids].set(1.0)
@@ -135,7 +140,7 @@ def chosen(logits, params, experts):
 
 
 def dense(experts, gate, ids, params, x):
-    """Computes each token through each expert."""
+    """Returns the result and the routing, with each token run through each expert."""
     flat = x.reshape(-1, HIDDEN)
     h = norm(flat, params["norm"])
     weights, routing = weights_of(h @ params["router"].T, ids, experts)
@@ -157,7 +162,7 @@ def in_float64(experts, gate, params, x, dy):
 
 @functools.cache
 def oracle_of(experts, gate):
-    """Returns the oracle, which is compiled once for all loads."""
+    """Returns a jitted function that computes the results and gradients of `dense`."""
 
     def run(ids, params, x, dy):
         return with_gradients(
@@ -210,7 +215,10 @@ def matrices(w):
 
 @functools.cache
 def pieces(experts, gate):
-    """Returns functions of the oracle with their derivatives, compiled once."""
+    """Returns the router, the gate and the norm of the oracle, each jitted.
+
+    Each returns its result, and the gradients of its inputs if cotangents are given.
+    """
     quick = functools.partial(jax.jit, compiler_options=QUICK)
 
     def router(ids, logits, *cotangents):
@@ -232,7 +240,11 @@ def pieces(experts, gate):
 
 
 def in_fp8(experts, gate, params, x, dy):
-    """Computes the layer's results from fake-quantized arrays."""
+    """Computes the layer with fake-quantized arrays.
+
+    Returns:
+      The result, the gradient of `x`, the gradients of parameters, and the routing.
+    """
     router, gated, normed = pieces(experts, gate)
     flat = np.asarray(x, np.float32).reshape(-1, HIDDEN)
     h, _ = normed(flat, params["norm"])
@@ -296,7 +308,7 @@ def test_experts_of_the_fp8_flow_are_those_of_quantized_numbers(kind):
 
 
 def test_an_expert_with_small_weights_keeps_its_gradients():
-    """Its weights are 1e-5 of another's: with one scale its codes would be zeros."""
+    """A common scale would give zeros, as weights differ by a factor of 1e-5."""
     experts, gate = KINDS["shared"]
     x, dy = tokens()
     params = parameters(experts)

@@ -60,7 +60,7 @@ def matmul(x, w):
 
 
 def product_grads(x, w, dy):
-    """Returns the gradients of a matmul, all arrays being quantized per tensor."""
+    """Returns the gradients of a matmul of arrays that are quantized per tensor."""
     _, vjp = jax.vjp(matmul, tensor(x), tensor(w))
     return vjp(tensor(dy, oracle.E5M2))
 
@@ -250,10 +250,10 @@ def mlp_passes(dy, x):
 
 
 def test_gradients_far_below_the_largest_survive():
-    """Gradients survive a scale from a bound.
+    """Small gradients survive a scale that is computed from a bound.
 
-    The scale of the gate and up gradients is from a bound, which is 2**30 times E5M2's
-    smallest normal number.
+    The scale of the gradients of gate and up maps a bound of their amax to E5M2's
+    largest number, which is about 2**30 times the smallest normal one.
     """
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
     dy = normal(8, *TOKENS, HIDDEN, dtype=BF16).at[0].multiply(2.0**-12)

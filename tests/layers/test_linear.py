@@ -221,7 +221,7 @@ def _rows_times(w):
 
 
 def test_few_rows_are_multiplied_by_jax():
-    """There a scale of weights costs more than the matmul."""
+    """A scale of weights would cost more than the matmul of few rows."""
     x, w = normal(1, 16, 32, dtype=jnp.bfloat16), normal(2, 32, 24, dtype=jnp.bfloat16)
     dy = normal(3, 16, 24, dtype=jnp.bfloat16)
     few, many = (

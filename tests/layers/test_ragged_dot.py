@@ -25,7 +25,7 @@ M, K, N = 64, 48, 40
 
 
 def arrays(dtype=np.float32, seed=0):
-    """Returns tokens, weights and gradients; tokens of no group are out of range."""
+    """Returns random tokens, weights of several magnitudes, and gradients."""
     rng = np.random.default_rng(seed)
     shapes = (M, K), (5, K, N), (M, N)
     x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
@@ -35,7 +35,7 @@ def arrays(dtype=np.float32, seed=0):
 
 @functools.partial(jax.jit, static_argnames=("dot", "preferred"))
 def results(x, w, sizes, dy, dot=coat.fp8_ragged_dot, preferred=None):
-    """Returns the result of a matmul and both gradients."""
+    """Returns the result of a matmul, and the gradients of x and w."""
 
     def product(x, w):
         return dot(x, w, sizes, preferred_element_type=preferred)
@@ -45,7 +45,7 @@ def results(x, w, sizes, dy, dot=coat.fp8_ragged_dot, preferred=None):
 
 
 def in_float64(x, w, sizes, dy):
-    """Computes the results of `jax.lax.ragged_dot`."""
+    """Computes the result of `jax.lax.ragged_dot` and both gradients in float64."""
     x, w, dy = (np.asarray(v, np.float64) for v in (x, w, dy))
     y, dx, dw = np.zeros((len(x), w.shape[-1])), np.zeros(x.shape), np.zeros(w.shape)
     for e, end in enumerate(np.cumsum(sizes)):
@@ -56,7 +56,7 @@ def in_float64(x, w, sizes, dy):
 
 
 def expected(x, w, sizes, dy):
-    """Computes the results in float64, of quantized numbers."""
+    """Computes the result and both gradients in float64, from quantized numbers."""
     used = max(sum(sizes), 1)
     x_rows = fake(x, K).astype(np.float64)
     columns = fake(np.swapaxes(w, 1, 2), K).astype(np.float64)
@@ -103,7 +103,7 @@ def test_dtypes_are_those_of_ragged_dot(dtype):
 
 
 def test_experts_with_other_magnitudes_keep_their_digits():
-    """A scale for all experts would round small ones to zero in backward."""
+    """A scale for all experts would round small ones to zero in the backward pass."""
     x, w, dy = arrays()
     w *= np.exp2(np.float32([-30, 0, 30, 10, -10]))[:, None, None]
     sizes = SIZES["random"]

@@ -79,7 +79,7 @@ def test_gradients_are_those_of_float64(kind, dtype, of_params, error):
 
 @pytest.mark.parametrize("mean", [0, -60, -150])
 def test_sigmoids_may_all_be_almost_zero(mean):
-    """The squares of their sums are less than float32 has, and then the sums, too."""
+    """The squares of their sums underflow in float32, and then even the sums."""
     experts = Experts(num_experts=EXPERTS, top_k=2, scores="sigmoid")
     logits = mean + normal(0, TOKENS, EXPERTS)
     ids = jnp.argsort(-logits, axis=1)[:, :2]
@@ -92,7 +92,7 @@ def test_sigmoids_may_all_be_almost_zero(mean):
         return weights, shares.score[0], *vjp((of_weights, of_shares))
 
     def normalized(scores, gradient):
-        """Returns quotients, and the gradient of the scores' logarithms."""
+        """Returns normalized scores, and the gradient of the scores' logarithms."""
         y = scores / scores.sum(1, keepdims=True)
         return y, y * (gradient - np.sum(y * gradient, 1, keepdims=True))
 
@@ -115,7 +115,7 @@ def test_the_input_of_an_rms_norm_is_read_in_its_dtype():
 
 
 def test_the_best_experts_are_chosen_each_once():
-    """Equal scores are chosen in their order, also zeros and what a bias excludes."""
+    """Equal scores are chosen by index, also zeros and scores of excluded experts."""
     experts = Experts(num_experts=32, top_k=6, num_shared=1, scores="sigmoid")
     logits = jnp.round(4 * normal(0, 64, 32)) / 4
     bias = normal(1, 32).at[:8].set(-jnp.inf)
@@ -130,7 +130,7 @@ def test_the_best_experts_are_chosen_each_once():
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFC00000, 0xFFFFFFFF])
 def test_experts_are_chosen_once_among_scores_that_are_not_numbers(bits):
-    """No expert is chosen twice: rows that travel between devices rely on it."""
+    """No expert is chosen twice: the exchange of rows between devices needs that."""
     nan = np.array(bits, np.uint32).view(np.float32)
     logits = np.asarray(normal(0, 5, 8)).copy()
     logits[0], logits[1, ::2], logits[2, 5] = nan, nan, nan

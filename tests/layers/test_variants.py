@@ -1,4 +1,4 @@
-"""Tests what layers of other models than Llama have: windows, caps, biases and norms.
+"""Tests layers of other models than Llama: windows, caps, biases and norms.
 
 `tests/models/hf` compares logits of whole models with the logits of transformers.
 """
@@ -100,7 +100,7 @@ def test_attention_to_a_cache(name):
 
 
 def test_frequencies_of_llama_3_1():
-    """The shortest waves stay, the longest turn an eighth as fast."""
+    """The highest frequencies stay, and the lowest are divided by eight."""
     scaling = RopeScaling(kind="llama3", factor=8.0, original_length=8192)
     plain, scaled = (Rope(theta=5e5, scaling=s) for s in (None, scaling))
     (cos, sin), (own_cos, own_sin) = (r.angles(2, 128) for r in (plain, scaled))
@@ -160,7 +160,7 @@ def test_gradient_of_each_variant_is_near_that_of_bf16(name, recipe):
 
 @pytest.mark.parametrize("name", ["gemma2", "olmo2"])
 def test_norms_after_segments_need_no_stream(name):
-    """They are composed, and what only the FP8 flow has is refused by name."""
+    """Layers with these norms refuse options that only the FP8 flow has."""
     options = {k: v for k, v in VARIANTS[name].items() if "norm" in k}
     sizes = (64, 96, 4, 2, 16)
     with pytest.raises(ValueError, match="scaling='delayed' needs the FP8 flow"):

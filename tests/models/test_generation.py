@@ -32,9 +32,9 @@ def _forward(graph, state, tokens):
 
 
 def last_logits(net: llama.Llama, tokens: list[int], length: int = 16) -> np.ndarray:
-    """Computes the logits after `tokens` by a whole pass, without any padding before.
+    """Computes the logits after `tokens` by one forward pass without a cache.
 
-    Tokens after them, which change nothing, make all calls one program.
+    Zeros after the tokens, which change nothing, make all calls one program.
     """
     padded = jnp.array([tokens + [0] * (length - len(tokens))])
     return np.asarray(_forward(*nnx.split(net), padded)[0, len(tokens) - 1])
@@ -185,7 +185,7 @@ def test_prompts_have_temperatures_of_their_own():
 
 
 def spelling(token: int) -> bytes:
-    """Returns two letters, among which letters of tokens are repeated."""
+    """Returns the two letters of a token, which other tokens have, too."""
     return bytes([97 + token % 5, 97 + token % 3])
 
 

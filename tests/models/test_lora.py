@@ -32,7 +32,10 @@ _CONFIG = llama.LlamaConfig(
 
 
 def _rounded(x: np.ndarray, format: oracle.Format, block) -> tuple:
-    """Returns the numbers of an array in FP8 with a scale a row or one, and scales."""
+    """Returns an array rounded to FP8, and its scales.
+
+    There is a scale for each row, or a single scale if `block` is None.
+    """
     rows = x.reshape(-1, x.shape[-1]) if block else x.reshape(1, -1)
     scales = np.array([oracle.scale_of(row, format, block) for row in rows], np.float64)
     values = format.round(np.float32(rows * (1 / scales[:, None])))
@@ -41,7 +44,7 @@ def _rounded(x: np.ndarray, format: oracle.Format, block) -> tuple:
 
 
 def _products(x, w, a, b, dy):
-    """Returns the product with frozen codes and adapters, and its gradients."""
+    """Returns the product, its gradients, and the values of the frozen weight."""
     frozen = freeze(w)
 
     def product(x, a, b):
@@ -53,7 +56,7 @@ def _products(x, w, a, b, dy):
 
 @pytest.mark.parametrize("implementation", ["reference", "interpret"])
 def test_frozen_matmul_is_that_of_rounded_numbers(implementation, monkeypatch, rng):
-    """The kernels run with shapes of whole tiles."""
+    """Kernels are tested with shapes that their tiles divide."""
     interpreted = implementation == "interpret"
     m, n, k, r = (256, 128, 128, 4) if interpreted else (24, 40, 32, 3)
     shapes = (m, k), (2, n, k), (r, k), (2, n, r), (m, 2, n)

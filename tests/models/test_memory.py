@@ -1,4 +1,4 @@
-"""Tests predicted memory against plain formulas and what was measured on GPUs."""
+"""Tests predicted memory against plain formulas and against measurements on GPUs."""
 
 import dataclasses
 import math

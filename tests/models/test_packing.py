@@ -46,7 +46,7 @@ def packed_loss(graph, params, inputs, targets, weights):
 
 @functools.cache
 def packed_loss_and_gradients():
-    """Returns a compiled function of the parameters, tokens, targets and weights."""
+    """Returns a jitted function that computes the packed loss and its gradients."""
     graph, _ = split("bf16")
     return jax.jit(jax.value_and_grad(functools.partial(packed_loss, graph)))
 
@@ -93,7 +93,7 @@ def test_loss_is_the_weighted_mean_of_the_documents():
 
 @functools.cache
 def gradients(recipe: str):
-    """Returns a packed sequence's loss and gradients in bfloat16."""
+    """Returns the loss of packed sequences in bfloat16, and its gradients."""
     graph, params = split(recipe, jnp.bfloat16)
     inputs, targets, weights = tokens(), tokens(1), jnp.array(_SEGMENTS > 0)
     return compiled(

@@ -26,7 +26,7 @@ def config(**changes) -> vit.VitConfig:
 
 @functools.cache
 def moved(config: vit.VitConfig):
-    """Returns parameters of which none is 0 or 1."""
+    """Returns parameters, none of them exactly 0 or 1."""
     _, params = parameters(lambda: vit.Vit(config, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(1)
     return jax.tree.map(
@@ -35,7 +35,7 @@ def moved(config: vit.VitConfig):
 
 
 def split(config: vit.VitConfig):
-    """Returns a model's structure, and parameters, which all recipes share."""
+    """Returns a model's structure, and parameters that are the same for all recipes."""
     model = nnx.eval_shape(lambda: vit.Vit(config, rngs=nnx.Rngs(0)))
     return nnx.split(model)[0], moved(dataclasses.replace(config, recipe="bf16"))
 
@@ -78,7 +78,7 @@ def computed(recipe: str):
 
 
 def residuals(recipe: str):
-    """Returns what is saved for the gradients of features."""
+    """Returns the residuals of the features' gradients."""
     graph, params = split(config(recipe=recipe))
     return saved(lambda p: nnx.merge(graph, p)(images()), params)
 

@@ -41,7 +41,7 @@ def make(config: vlm.VlmConfig) -> vlm.VisionLanguageModel:
 
 @functools.cache
 def moved(merge_size: int):
-    """Returns parameters of which none is 0 or 1."""
+    """Returns parameters, none of them exactly 0 or 1."""
     settings = config(dtype=jnp.float32, merge_size=merge_size)
     _, params = parameters(lambda: make(settings))
     rng = np.random.default_rng(1)
@@ -53,7 +53,7 @@ def moved(merge_size: int):
 
 @functools.cache
 def split(config: vlm.VlmConfig):
-    """Returns a model's structure, and parameters, which do not depend on recipes."""
+    """Returns a model's structure, and parameters that are the same for all recipes."""
     graph, params = nnx.split(nnx.eval_shape(lambda: make(config)))
     actual = moved(config.merge_size)
     assert jax.tree.structure(actual) == jax.tree.structure(params)
@@ -88,7 +88,7 @@ def test_image_embeddings(merge_size):
 
 
 def test_images_are_read_in_place_of_image_tokens():
-    """Each image embedding becomes a word of its own in a Llama with more words."""
+    """The oracle is a Llama with one more word for each image embedding."""
     settings, count = config(dtype=jnp.float32), 2
     graph, params = split(settings)
     embeddings = normal(4, 2, 4 * count, 64)

@@ -72,7 +72,7 @@ def test_blocks_have_the_bits_of_the_whole(shape, dtype, fused, monkeypatch):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_large_leaf_takes_less_memory_than_optaxs(fused):
-    """The compiled step's arguments, results and temporaries, with donation."""
+    """The peak has the step's arguments, results and temporaries, with donation."""
 
     def peak(step, tx):
         params = jax.ShapeDtypeStruct((2**13, 2**13), jnp.float32)

@@ -1,4 +1,4 @@
-"""Tests that a state from a hostile or damaged file is refused, by place and rule."""
+"""Tests that states from hostile or damaged files are refused with a clear error."""
 
 import copy
 import dataclasses
@@ -37,14 +37,14 @@ def like():
 
 
 def restored(like, record):
-    """Restores a state as a user does who does not trust the file."""
+    """Restores a state from a state dictionary, and checks it with `check_restored`."""
     state = serialization.from_state_dict(like, record)
     check_restored(state, like)
     return state
 
 
 def written(state):
-    """Returns the state dictionary that is in the bytes of a state."""
+    """Returns a state's dictionary, decoded from the state's bytes."""
     return serialization.msgpack_restore(serialization.to_bytes(state))
 
 
@@ -61,7 +61,7 @@ GONE = object()
 
 
 def _changed(record, position, value):
-    """Returns a record in which the entry at `position` is replaced, added or gone."""
+    """Returns a copy of a record with an entry replaced, added or deleted."""
     record = copy.deepcopy(record)
     parent = _at(record, position[:-1])
     if value is GONE:
@@ -72,7 +72,7 @@ def _changed(record, position, value):
 
 
 def _with(value):
-    """Returns a function that sets an array's last element."""
+    """Returns a function that copies an array and sets its last column."""
 
     def change(array):
         array = array.copy()
@@ -267,7 +267,7 @@ def test_states_of_nnx_pass():
     ],
 )
 def test_a_state_of_another_optimizer_is_refused(other, message, state):
-    """Pickle restores a state whatever optimizer is there to go on with it."""
+    """Pickle itself restores any state, without a check of the optimizer."""
     with pytest.raises(ValueError, match=message):
         check_restored(state, jax.eval_shape(other.init, PARAMS))
 
@@ -299,7 +299,7 @@ def in_flax(error) -> bool:
 
 
 def go_on(like, record):
-    """Restores a record, and if that is possible checks that a step can follow."""
+    """Restores a record; if it is accepted, checks that a step can follow."""
     try:
         state = restored(like, record)
     except ValueError:

@@ -27,9 +27,10 @@ LOUD = {
 
 
 def ratios(story, b2, steps, **options):
-    """Returns mean, RMS error and maximum of FP8 Adam's updates over exact ones.
+    """Returns mean, RMS error and maximum of ratios of FP8 Adam's to exact updates.
 
-    The ratios are taken over the last fifth of the steps.
+    The ratios are taken over the last fifth of the steps of a story, named as in
+    `LOUD`.
     """
     run = _program(b2, steps, tuple(options.items()))
     actual = np.asarray(run(list(LOUD).index(story)))[-steps // 5 :]
@@ -38,7 +39,11 @@ def ratios(story, b2, steps, **options):
 
 @functools.cache
 def _program(b2, steps, options):
-    """Compiles the steps once for all stories, of which it takes the number."""
+    """Returns a function that runs all steps of a story, given by its number.
+
+    The function is compiled once for all stories. It returns the mean ratio, the mean
+    squared error and the largest ratio of each step.
+    """
     tx = coat.scale_by_fp8_adam(b2=b2, **dict(options))
     exact = optax.scale_by_adam(b2=b2)
     size = jnp.exp(jax.random.normal(jax.random.key(9), SHAPE))
@@ -136,7 +141,7 @@ def test_log8_is_as_near():
 
 
 def test_to_nearest_moments_stall():
-    """Moments rounded to nearest stall; hence the default is stochastic."""
+    """Moments rounded to nearest stall, so the default rounding is stochastic."""
     options = {"rounding": "nearest", "nu_format": coat.E4M3}
     mean, _, _ = ratios("one of a group spikes", 0.999, steps=2000, **options)
     assert mean > 1.05

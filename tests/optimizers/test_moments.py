@@ -19,7 +19,7 @@ every_format = pytest.mark.parametrize(
 
 
 def quantized(mu, nu, **options) -> coat.QuantizedState:
-    """Returns the state with these moments, rounded once."""
+    """Returns the state of FP8 Adam with these moments, rounded once."""
     like = coat.scale_by_fp8_adam(rounding="nearest", **options).init({"w": mu})
     exact = optax.ScaleByAdamState(jnp.int32(1), {"w": mu}, {"w": nu})
     return coat.from_optax_state(exact, like)

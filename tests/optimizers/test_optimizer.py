@@ -1,4 +1,4 @@
-"""Tests FP8 Adam against optax where it falls back, and else against the oracle."""
+"""Tests FP8 Adam against the oracle, and small parameters' steps against optax."""
 
 import functools
 
@@ -86,7 +86,7 @@ def read(state) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_stored(q: coat.QuantizedArray, moment: np.ndarray, error=0.0) -> int:
-    """Checks every code of a moment; returns how many lay at a rounding boundary.
+    """Checks every code of a moment; returns how many are at a rounding boundary.
 
     `error` is the relative error to which the moment itself is known.
     """
@@ -113,7 +113,7 @@ def assert_stored(q: coat.QuantizedArray, moment: np.ndarray, error=0.0) -> int:
 
 
 def test_the_normalized_first_moment_halves_the_error_of_updates():
-    """Gradients keep sign and size per element for 20 steps, with as much noise."""
+    """Gradients are a constant signal per element, with noise of the same size."""
     signal, rng = gradients(0), np.random.default_rng(1)
     noise = np.abs(signal) * rng.standard_normal((20, *SHAPE)).astype(np.float32)
 

@@ -118,7 +118,7 @@ def test_the_state_is_a_scan_carry_and_vmaps():
 
 
 def test_the_factories_sign_as_optax_does():
-    """Positional arguments of optax.adamw have the same places."""
+    """Positional arguments of optax.adamw have the same names and places."""
 
     def positional(fn):
         kinds = inspect.signature(fn).parameters.values()

@@ -51,7 +51,7 @@ def test_partition_gives_each_its_own(partition, quantize_mask):
 
 @every_optimizer
 def test_functions_and_masks_pass_inject_hyperparams(make):
-    """Functions that are no schedules have to be named, as for any optimizer."""
+    """Functions that are no schedules must be in `static_args`, as in optax."""
 
     def biases_stay(params):
         return jax.tree.map(lambda p: p.ndim > 1, params)

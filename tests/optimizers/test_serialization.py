@@ -57,7 +57,7 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 
 
 def wrapped(**options) -> optax.GradientTransformation:
-    """Wraps FP8 Adam so that its state has masks, schedules, counters, accumulators."""
+    """Wraps FP8 Adam so that its state has a mask, a schedule and counters."""
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
         coat.fp8_adamw(optax.constant_schedule(1e-2), **options),
@@ -132,7 +132,7 @@ def test_orbax_refuses_another_structure(tmp_path):
 
 
 def test_exponents_that_orbax_does_not_miss_are_missed_by_the_first_step(tmp_path):
-    """orbax restores None where the checkpoint has None, whatever the target has."""
+    """orbax restores None where the checkpoint has None, even if the target has not."""
     tx = coat.scale_by_fp8_adam(normalize_mu=False)
     like = jax.eval_shape(lambda: saved(normalize_mu=False))
     state = through_orbax(saved(), like, tmp_path)

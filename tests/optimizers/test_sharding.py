@@ -1,4 +1,4 @@
-"""Tests of the shardings of optimizer states; tests/distributed has those on meshes."""
+"""Tests of the shardings of optimizer states, without meshes of several devices."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Compares tree functions of optax and JAX on states with states of optax.adamw."""
+"""Compares tree functions of optax and JAX on our states and on optax.adamw's."""
 
 import functools
 

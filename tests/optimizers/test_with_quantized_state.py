@@ -1,4 +1,4 @@
-"""Tests that averages of any optax transformation are 8-bit, and nothing else."""
+"""Tests that `with_quantized_state` stores averages, and only these, in 8 bits."""
 
 import warnings
 from typing import NamedTuple
@@ -181,7 +181,7 @@ class OwnState(NamedTuple):
 
 
 def own(start=0.0):
-    """A user's transformation: a moving average, and a copy of the parameters."""
+    """Returns a user's optimizer: a moving average, and a copy of the parameters."""
 
     def init(params):
         speed = jax.tree.map(lambda p: jnp.full_like(p, start), params)

@@ -29,7 +29,10 @@ import coat_jax as coat
 
 
 def check_expanded(x, format, granularity, expand=True) -> tuple[int, int]:
-    """Checks all codes; counts codes and groups that lay at a rounding boundary."""
+    """Checks all codes, and returns how many codes and powers are ambiguous.
+
+    An ambiguous code or power is at a rounding boundary, where the oracle allows two.
+    """
     library, block = granularity
     q = quantized(x, format=format, granularity=library, expand=expand)
     x, of = oracle.flush(x), reference(format)
@@ -57,7 +60,12 @@ def check_expanded(x, format, granularity, expand=True) -> tuple[int, int]:
 
 
 def check_powers(q, x, places, scales) -> tuple[dict, int]:
-    """Returns each group's k by its index, and how many lay at a rounding boundary."""
+    """Checks the power of each group, and returns all powers and a count.
+
+    Returns:
+      Each group's power k in sixteenths, by the group's index, and the number of groups
+      for which the oracle allows two powers.
+    """
     assert q.exponent.shape == q.scale.shape
     assert q.exponent.dtype == np.uint8
     actual, loose = {}, 0

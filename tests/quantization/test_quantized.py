@@ -84,9 +84,10 @@ def test_quantizing_twice_gives_the_same_codes_for_any_values(format, x):
 
 
 def test_quantizing_de8_twice_gives_the_same_codes_per_tensor(rng):
-    """Per-tensor scales keep the codes.
+    """A float32 scale of the tensor keeps the codes.
 
-    A group's bfloat16 scale could move DE8's largest code, which is 0.7% from the next.
+    DE8's two largest values differ by only 0.7%, so a group's bfloat16 scale, which is
+    rounded, could turn one into the other.
     """
     x = spread(rng, (64, 200))
     first = quantized(x, format=coat.DE8, granularity=coat.PerTensor())

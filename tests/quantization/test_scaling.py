@@ -37,7 +37,7 @@ def weights(**shapes):
 
 
 def segments():
-    """Returns each segment with its parameters, its arguments and cotangents."""
+    """Returns each segment by name, with its parameters, arguments and cotangents."""
     x, dy = normal(7, *TOKENS, HIDDEN, dtype=BF16), normal(8, *TOKENS, HIDDEN)
     dy = (1e-3 * dy).astype(BF16)
     o = normal(9, *TOKENS, INNER // HEAD_DIM, HEAD_DIM, dtype=BF16)
@@ -76,14 +76,17 @@ SEGMENTS = list(HISTORIES)
 
 
 def positional(fn):
-    """Binds non-differentiated keyword arguments by position."""
+    """Returns a partial function with its bound keywords passed by position."""
     if not isinstance(fn, functools.partial):
         return fn
     return lambda params, *args: fn.func(params, *args, *fn.keywords.values())
 
 
 def run(segment, amax=None, change=lambda params, args, dy: (params, args, dy)):
-    """Returns the value, and the gradients of parameters and arguments."""
+    """Returns the value, and the gradients of parameters and arguments.
+
+    `amax` are the histories of delayed scaling; `change` alters the inputs.
+    """
     _, params, args, dy = segments()[segment]
     params, args, dy = change(params, args, dy)
     if amax is not None:
@@ -105,7 +108,7 @@ def passes(segment):
 
 @functools.cache
 def maxima(segment):
-    """Returns the amax that one step records, with histories of 1."""
+    """Returns the amaxes that one step records, with histories of ones."""
     amax = {name: new_history(1.0) for name in HISTORIES[segment]}
     _, (grads, *_) = run(segment, amax)
     return {name: float(history[0]) for name, history in grads["amax"].items()}

@@ -1,4 +1,4 @@
-"""Tests programs and optimizers under which a step inside backward could be wrong."""
+"""Tests programs and optimizers that could break a step in the backward pass."""
 
 from typing import NamedTuple
 
@@ -125,7 +125,10 @@ def test_a_norm_of_a_stack_that_waits_for_steps_is_refused():
 
 
 def divided_by(norm_of):
-    """Divides by a norm of the state, which is the last updates, or the parameters."""
+    """Returns an optimizer that divides updates by `norm_of(state, params)`.
+
+    Its state holds the updates of the last step.
+    """
 
     def init(params):
         return optax.TraceState(jax.tree.map(jnp.zeros_like, params))
@@ -214,7 +217,7 @@ def test_states_are_their_parameters_whatever_the_names(params, tx):
 
 
 def bare_count(rate):
-    """Returns a transformation with an array as its whole state."""
+    """Returns an optimizer with a single array as its state, a count."""
 
     def update(updates, count, params=None):
         return jax.tree.map(lambda u: -rate * u / (1 + count), updates), count + 1

@@ -127,7 +127,7 @@ def test_parameters_may_be_numbers_of_python():
 
 
 def test_optimizers_may_be_compiled_before():
-    """The trace that looks for dependences is not the one that runs."""
+    """Dependences are found in another trace than the one that runs."""
     adam = coat.scale_by_fp8_adam()
     compiled = optax.GradientTransformation(adam.init, jax.jit(adam.update))
     tx = optax.chain(compiled, optax.scale(-1e-3))
@@ -243,7 +243,7 @@ def test_norms_are_those_of_the_gradients_and_clip_as_optax(stacked, limit):
 
 @functools.cache
 def skipping(max_norm, stacked, **options):
-    """Returns a step of a loss that a root of a parameter is added to."""
+    """Returns a jitted step for a loss plus the square root of a parameter."""
     form = SCANNED if stacked else UNROLLED
 
     def loss(params, tokens):

@@ -1,4 +1,4 @@
-"""Tests that a step inside backward has the bits of one after it."""
+"""Tests that a step in the backward pass has the bits of a step after it."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def by_rank(a, b):
 
 
 def matrices_of_layers(params):
-    """Returns which parameters are trained: no step outside of layers has any."""
+    """Returns a mask that trains only the matrices of layers."""
 
     def is_trained(path, p):
         return path[0].key == "layers" and p.ndim > 1

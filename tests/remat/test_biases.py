@@ -20,7 +20,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def two(params, x):
-    """Two matmuls of one array, with biases of both, and one matmul after them."""
+    """Computes two matmuls of x with biases, and a matmul of their product."""
     first, second = (linear(x, params[k]) + params[f"{k} bias"] for k in "ab")
     return linear(jnp.tanh(first) * second, params["c"]) + params["c bias"]
 
@@ -46,7 +46,7 @@ def given(dtype=BF16):
 
 
 def biases(fn, *args) -> set[int]:
-    """Returns the columns of the forward matmuls that have a bias added by kernels."""
+    """Returns the widths of forward matmuls with biases that kernels add."""
     actual = set()
     for choice in pk.explain(lambda *args: jax.vjp(fn, *args)[0], *args).choices:
         if choice.operation == "matmul":
@@ -111,7 +111,7 @@ def test_nothing_is_saved_for_a_bias():
 
 
 def per_token(params, x):
-    """A bias of rows has the shape of one of columns where the result is square."""
+    """Adds a bias per row, with the shape of a bias per column if `y` is square."""
     y = linear(x[0], params["a"] @ params["c"])
     return y[:K] + params["c bias"][:, None]
 
@@ -126,7 +126,7 @@ def read_twice(params, x):
 
 
 def of_gates(params, x):
-    """Gates and their biases stay with XLA."""
+    """Computes a gated MLP with biases of gate and up, which XLA adds."""
     hidden = nn.silu(linear(x, params["a"]) + params["a bias"])
     return linear(hidden * (linear(x, params["b"]) + params["b bias"]), params["c"])
 

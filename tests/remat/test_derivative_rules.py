@@ -1,7 +1,7 @@
-"""Tests that derivative rules of the user's own decide gradients under `fp8_remat`.
+"""Tests that a user's derivative rules decide gradients under `fp8_remat`.
 
-A kernel computes the plain derivative of a norm, an activation or a gate, so none may
-replace a function that has another one. Plain JAX is the oracle.
+A kernel computes the plain derivative of a norm, an activation or a gate, so it may not
+replace a function with another derivative. Plain JAX is the oracle.
 """
 
 import functools
@@ -153,7 +153,7 @@ def test_the_rule_decides(name):
 @pytest.mark.internals
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint])
 def test_gradients_that_are_clipped_twice_are_added_then(wrap):
-    """Two equal calls stay two: the sum of clipped gradients is no clipped sum."""
+    """Two equal calls stay two, since clipped gradients are summed after clipping."""
 
     def fn(w, x):
         first, second = (wrap(lambda w: clipped(w))(w) for _ in range(2))
@@ -195,7 +195,7 @@ _RULED_CALLS = {
 @pytest.mark.parametrize("name", _RULED_CALLS)
 @pytest.mark.parametrize("saved", [True, False])
 def test_rules_read_constants_of_their_own(name, saved):
-    """JAX first sees such a constant when it differentiates the function."""
+    """JAX first sees a constant of a rule when it differentiates the function."""
     ruled = jax.custom_vjp(_scaled_rows)
 
     def forward(w, x):

@@ -1,6 +1,6 @@
-"""Tests that `fp8_remat` gives gates and activations before FP8 matmuls their kernels.
+"""Tests that `fp8_remat` runs gates and activations before FP8 matmuls as kernels.
 
-An activation without a gate runs the gate's kernels, too. Nothing else does.
+An activation without a gate runs the gate's kernels, too. Near misses stay with XLA.
 """
 
 import math
@@ -39,7 +39,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def gated(product, dtype=BF16):
-    """Returns a function of weights and x with `product(gate, up)` before the last."""
+    """Returns a gated MLP of weights and x, which computes `product(gate, up)`."""
 
     def fn(weights, x):
         gate, up, down = (w.astype(dtype) for w in weights)
@@ -49,7 +49,7 @@ def gated(product, dtype=BF16):
 
 
 def activated(activation, dtype=BF16):
-    """Returns a function of weights and x: an MLP with biases and no gate."""
+    """Returns an MLP of weights and x, with a bias before `activation` and no gate."""
 
     def fn(weights, x):
         up, bias, down = (w.astype(dtype) for w in weights)
@@ -59,7 +59,7 @@ def activated(activation, dtype=BF16):
 
 
 def scaled(activation):
-    """Returns the MLP with scales in the place of biases, which stay with XLA."""
+    """Returns an MLP with a scale before `activation`; XLA multiplies by it."""
 
     def fn(weights, x):
         up, scale, down = (w.astype(BF16) for w in weights)
@@ -88,7 +88,7 @@ either = pytest.mark.parametrize(
 
 
 def test_products_and_gradients_follow_their_formulas():
-    """Products have the activations of the test below."""
+    """A gate is tested with one activation; the test below has all of them."""
     activation, exact = ACTIVATIONS["gelu_exact"]
     weights, x, dy = of_gates()
     fn = fp8_remat(gated(lambda gate, up: activation(gate) * up))
@@ -269,7 +269,7 @@ def test_gates_that_others_read_are_left_alone(name):
 
 def test_activations_that_others_read_are_left_alone():
     def of_inner(results):
-        """Returns a function of weights and x; `results` reads what it computes."""
+        """Returns a function of weights and x; `results` reads the scaled matmul."""
 
         def fn(weights, x):
             up, scale, down = (w.astype(BF16) for w in weights)

@@ -1,4 +1,4 @@
-"""Tests of gathers by permutations, with gradients that are gathers."""
+"""Tests that gradients of gathers by permutations are computed by gathers."""
 
 import re
 
@@ -33,7 +33,7 @@ def _there_and_back(x, ids):
 
 
 def _digits(x, ids):
-    """An index that reads its number several times at each of many steps."""
+    """Gathers by an index of 40 steps, each of which reads the index several times."""
     order = _order(ids)
     for _ in range(40):
         order = (2 * order + 1) // 2
@@ -145,12 +145,12 @@ def test_other_gathers_stay(name):
 
 
 def of_device(fn):
-    """Applies `fp8_remat(fn)` within a `shard_map`, where numbers vary over devices."""
+    """Returns `fp8_remat(fn)` in a `shard_map`, with both arrays sharded by rows."""
     return on_devices(coat.fp8_remat(fn), P("data"), P("data"))
 
 
 def on_devices(fn, *specs):
-    """Runs a function of two arrays on devices; its result lies like the first one."""
+    """Returns a `shard_map` of `fn`; its result is sharded like its first argument."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=specs[0])
 
@@ -189,7 +189,7 @@ def test_a_transposing_reshape_is_no_order():
 
 @pytest.mark.parametrize("fn", [_digits, _steps])
 def test_long_computations_of_an_index(fn):
-    """Each step is looked at once, and no step within another."""
+    """The rewrite looks at each step of the index once, and at no step in another."""
     names = [eqn.primitive.name for eqn in rewritten(fn)[1].eqns]
     assert names.count("gather_rows") == 1
 
@@ -255,7 +255,7 @@ def test_one_array_of_integers_is_saved():
 
 
 def test_rows_are_added_in_float32():
-    """Adds 4 gradients in BF16, of which 3 vanish next to the first."""
+    """A sum in BF16 would lose the three ones that are added to 256."""
 
     def fn(x, ids):
         scale = jnp.where(jnp.arange(SIZE) % CHOICES == 0, 256, 1)

@@ -1,6 +1,6 @@
-"""Tests that a matmul of gate and up at once becomes two where a gate fuses with them.
+"""Tests that one matmul for gate and up becomes two if a gate's kernel reads them.
 
-Everywhere else the program is the one without this rewrite, so its numbers are, too.
+All other programs stay as they are without this rewrite.
 """
 
 import functools
@@ -33,7 +33,7 @@ def silu(gate, up):
 
 
 def contracted(x, w, axis):
-    """Multiplies by a stack of weights, which have the depth at `axis`."""
+    """Multiplies `x` by a stack of weights, with `axis` as the contracted axis."""
     return fp8_dot_general(x, w, (((x.ndim - 1,), (axis,)), ((), ())))
 
 
@@ -224,7 +224,7 @@ def test_each_way_computes_the_same(way):
 
 @pytest.mark.parametrize("name", WAYS)
 def test_weights_that_devices_may_share_are_not_sliced(name, monkeypatch):
-    """Stacks alone are taken apart with several devices, along the stack's axis."""
+    """Several devices split only stacks, along the stack's axis."""
     monkeypatch.setattr(devices, "is_alone", lambda: False)
     weights, x, _ = arguments()
     with operations.traced_anew():
@@ -328,7 +328,7 @@ RETURNED = {
 
 
 def with_and_without(fn, weights, x, monkeypatch):
-    """Returns the programs with this rewrite and without it."""
+    """Returns the text of the program with this rewrite, and without it."""
 
     def program():
         with operations.traced_anew():

@@ -1,4 +1,4 @@
-"""Tests arrays in which large numbers hide others: they have no FP8 copies."""
+"""Tests that arrays in which large numbers hide small ones have no FP8 copies."""
 
 import functools
 
@@ -41,7 +41,7 @@ def negated(scores, mask, low):
 
 
 def biased(x):
-    """Returns a function of which autodiff saves the argument."""
+    """Computes silu(x) + sigmoid(x), for which autodiff saves x."""
     return nn.silu(x) + nn.sigmoid(x)
 
 

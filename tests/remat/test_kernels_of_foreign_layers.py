@@ -1,7 +1,7 @@
-"""Tests the gradients of whole layers of others, as kernels compute them.
+"""Tests gradients of layers that others wrote, as kernels compute them.
 
-Each gradient must have the errors that the operations' definitions have, in size and in
-direction: a kernel that is wrong at some size would be off more, or to one side.
+The errors of each gradient must be like the errors of the operations' definitions, in
+size and in direction: a wrong kernel would have larger errors, or errors to one side.
 """
 
 import contextlib

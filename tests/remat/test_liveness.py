@@ -17,7 +17,7 @@ X = jax.ShapeDtypeStruct((N, N), jnp.float32)
 
 
 def peaks(fn, *args) -> list[int]:
-    """Returns the bytes at the peaks of both passes, in units of a matrix."""
+    """Returns the peak memory of both passes, in units of a matrix."""
     actual = liveness(fn, *args)
     moments = actual.forward, actual.backward
     return [total_bytes(peak(m)) / SIZE for m in moments]

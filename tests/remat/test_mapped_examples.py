@@ -1,4 +1,4 @@
-"""Tests `fp8_remat` within `jax.vmap`: of functions of one example."""
+"""Tests `fp8_remat` of functions of one example, within `jax.vmap`."""
 
 import warnings
 
@@ -61,7 +61,7 @@ def test_collectives_over_mapped_axes(policy, compiled):
 
 @jax.custom_vjp
 def reduced_later(x):
-    """Returns x; its gradient is the mean over the axis, as in tensor parallelism."""
+    """Returns x; its gradient is averaged over the axis, as in tensor parallelism."""
     return x
 
 
@@ -151,7 +151,7 @@ def test_examples_that_are_too_small_for_copies_give_a_warning(wrap):
 
 
 def test_a_matmul_of_few_rows_is_the_same_with_and_without_gradients():
-    """Under `vmap` it has the rows of all examples if no gradient is asked for."""
+    """Under `vmap` a matmul has the rows of all examples if no gradient is computed."""
     model, x = coat.fp8(mlp()), jax.random.normal(jax.random.key(1), (2048, WIDTH))
     with pytest.warns(UserWarning, match="of 2,048 examples"):
         y, _ = eqx.filter_vjp(lambda model: jax.vmap(model)(x), model)

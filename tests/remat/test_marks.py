@@ -45,7 +45,7 @@ def unmarked(x, name):
 
 
 def flax_rms(x, scale):
-    """The norm of Flax, which broadcasts zeros with the sharding of a constrained x."""
+    """Applies Flax's norm, which broadcasts zeros with the sharding of x."""
     return nn.RMSNorm(dtype=BF16).apply({"params": {"scale": scale}}, x)
 
 
@@ -77,7 +77,7 @@ def given():
 
 
 def kernels(fn, *args):
-    """Returns the operations of forward and backward, with the arrays of each."""
+    """Returns the operations of both passes, each with the types of its arrays."""
 
     def run(*args):
         y, pullback = jax.vjp(fn, *args)
@@ -124,12 +124,15 @@ def test_marks_cost_nothing_around_matmuls_of_bf16(name):
 
 
 def of_tanh(mark, p, x):
-    """Backward reads 1 - tanh(h)**2 and the marked tanh(h), which follow from h."""
+    """Multiplies tanh(h), which the mark wraps, by a weight.
+
+    The backward pass reads tanh(h) and 1 - tanh(h)**2, which both follow from h.
+    """
     return jnp.matmul(mark(jnp.tanh(jnp.matmul(x, p["a"])), "h"), p["c"])
 
 
 def in_loop(mark, p, x):
-    """The loop has h among its results twice, as it is and marked."""
+    """Runs two layers in a loop that saves h twice, as it is and marked."""
 
     def body(x, _):
         h = jnp.matmul(x, p["a"])

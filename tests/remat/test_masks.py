@@ -1,4 +1,4 @@
-"""Tests of masks that backward makes again, of integers and booleans of the caller."""
+"""Tests of masks that the backward pass makes again from integers and booleans."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_masks_are_made_of_integers_again(rng):
 
 
 def saved_integers(fn, *args):
-    """Returns the dtypes of integers and booleans that are saved, arguments apart."""
+    """Returns the dtypes of saved integers and booleans that are no arguments."""
     rows = coat.residual_report(fp8_remat(fn, params_argnums=()), *args).rows
     wide = [row.dtype for row in rows if not row.is_argument]
     return [d for d in wide if d in (jnp.bool_, jnp.int32, jnp.uint32)]

@@ -20,7 +20,7 @@ K, TOKENS = 64, 96
 
 
 def three(weights, x):
-    """Computes three matmuls of one array, through values that are equal in pairs."""
+    """Multiplies arrays of equal values, each computed from x, by the weights."""
     return [linear(x * 2.0, w.astype(jnp.bfloat16)) for w in weights]
 
 
@@ -105,7 +105,7 @@ def test_noise_of_a_stateful_operation_is_not_drawn_again():
 
 @pytest.mark.internals
 def test_operations_without_operands_before_a_matmul():
-    """A jitted function that makes an iota, such as `jnp.tril`."""
+    """A jitted function such as `jnp.tril` makes an iota, which has no operands."""
 
     def fn(w, x):
         return linear(jnp.tril(x), w)
@@ -116,7 +116,7 @@ def test_operations_without_operands_before_a_matmul():
 
 @pytest.mark.internals
 def test_a_gradient_within_the_function():
-    """A step of gradient descent, as energy models take it."""
+    """The function takes a step of gradient descent, as energy models do."""
 
     def fn(w, x):
         return x - jax.grad(lambda x: jnp.sum(jnp.sin(linear(x, w))))(x)
@@ -148,7 +148,7 @@ def test_weights_from_parameters_are_computed_before_the_first_matmul():
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_calls_within_vmap(axis):
-    """A vmap within, over an axis that cannot be told from the rows of a batch."""
+    """The mapped axis has the same size as the rows of a batch."""
 
     def fn(w, x):
         return jax.vmap(linear, (axis, 0), axis)(x, w)
@@ -163,7 +163,7 @@ def test_calls_within_vmap(axis):
 
 @pytest.mark.internals
 def test_batch_dimensions():
-    """Experts: a batch of matrices times a batch of weights, each with its scales."""
+    """Each expert, which is an entry of the batch axis, has its own scales."""
 
     def fn(weights, x):
         dims = (((2,), (1,)), ((0,), (0,)))

@@ -43,23 +43,23 @@ HITS = [both, scaled, shifted, in_float32]
 
 
 def by_tokens(x, c):
-    """A row for each token, the same in all sequences."""
+    """Scales by a number for each token, and adds the first sequence."""
     return layer(x) * jnp.broadcast_to(c[0, :S, None], (S, 1)) + x[:1]
 
 
 def numbers(x, c):
-    """A number for each sequence."""
+    """Scales by a number for each sequence."""
     return layer(x) * c[:, None, :1]
 
 
 def other_sequences(x, c):
-    """Rows that are spread by hand before they are added."""
+    """Adds rows that are broadcast by hand before they are added."""
     spread = jnp.broadcast_to(c[:, None, :K], (B, S, K))
     return layer(x) + spread
 
 
 def second_axis(x, c):
-    """Rows that the first axis of a batch of two axes shares."""
+    """Scales by rows that are shared along the first of two batch axes."""
     parts = layer(x.reshape(2, B // 2, S, K)) * c[: B // 2, None, :K]
     return parts.reshape(B, S, K)
 

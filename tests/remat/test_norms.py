@@ -1,4 +1,4 @@
-"""Tests that `fp8_remat` gives norms before FP8 matmuls their kernel, and no others."""
+"""Tests that `fp8_remat` runs norms before FP8 matmuls as kernels, and no others."""
 
 import functools
 
@@ -59,7 +59,7 @@ def given(tokens=(TOKENS,), columns=2, products=2):
 
 
 def norms(fn, *args) -> set[str]:
-    """Returns the inputs of the norms that forward computes with the norm's kernel."""
+    """Returns the input types of norms that kernels compute in the forward pass."""
     inputs = {x for x, *_ in ran("norm", fn, *args)}
     return {x for x in inputs if x.startswith("bfloat16")}
 
@@ -82,7 +82,7 @@ def layer(x, scale, bias):
 
 @pytest.mark.parametrize(("kind", "norm"), [("rms", rms), ("layer", layer)])
 def test_results_and_gradients_follow_their_formulas(kind, norm):
-    """Backward reads the norm's input in groups of 16."""
+    """The backward pass reads the norm's input in groups of 16."""
     params, x, dy = given()
     fn = fp8_remat(after(norm))
     assert len(norms(fn, params, x)) == 1
@@ -110,7 +110,7 @@ def test_results_and_gradients_follow_their_formulas(kind, norm):
 
 
 def module(make, **options):
-    """Returns a function of a norm's parameters, and these, as a pure dictionary."""
+    """Returns a norm of Flax as a function of x and the norm's parameters."""
     graph, state = nnx.split(make(K, dtype=BF16, rngs=nnx.Rngs(0), **options))
     leaves, tree = jax.tree.flatten(state)
 

@@ -1,4 +1,4 @@
-"""Tests of policies that offload: what leaves the device are codes and scales."""
+"""Tests of policies that offload residuals to the host."""
 
 import jax
 import jax.numpy as jnp

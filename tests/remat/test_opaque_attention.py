@@ -1,9 +1,9 @@
 """Tests of attention as one opaque operation, in the form of TransformerEngine's.
 
-TransformerEngine's fused attention is a primitive that lowers to a custom call. Forward
-returns the output, the float32 statistics of the softmax and the state of a random
-generator, and a `custom_vjp` hands them to the primitive of backward. The stand-ins
-have these operands and results, and compute in jnp where they are lowered.
+TransformerEngine's fused attention is a primitive that lowers to a custom call. The
+forward pass returns the output, the float32 statistics of the softmax and the state of
+a random generator. A `custom_vjp` passes them to the primitive of the backward pass.
+The stand-ins have the same operands and results, and are lowered to jnp.
 """
 
 import functools
@@ -51,7 +51,7 @@ def _backward(q, k, v, o, statistics, seed, do):
 
 
 def _opaque(name, definition):
-    """Returns a primitive that computes `definition`, and shows nothing of it."""
+    """Returns a primitive that computes `definition` and hides it from programs."""
     primitive = core.Primitive(name)
     primitive.multiple_results = True
 
@@ -146,7 +146,7 @@ def test_rerun_attention_saves_codes_alone(arguments):
 
 @jax.custom_vjp
 def prepared(q, k, v, seed):
-    """Attention that changes its statistics before the kernels of backward read them.
+    """Computes attention and changes its statistics before backward kernels read them.
 
     As in FlashAttention's backward pass, two kernels compute the gradients.
     """
@@ -190,10 +190,10 @@ def _sharded(layer, params, x, seed):
 
 
 def _saving(change, restore, loop=False):
-    """Returns attention that saves what `change` makes of its statistics.
+    """Returns attention that saves `change(statistics)`.
 
-    Backward's kernel reads what `restore` makes of these. With `loop` it is in a loop
-    with an end that is not known before.
+    The kernel of the backward pass reads what `restore` makes of the saved array. With
+    `loop` the kernel runs in a loop of unknown length.
     """
 
     @jax.custom_vjp

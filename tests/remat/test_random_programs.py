@@ -1,6 +1,6 @@
 """Tests of `fp8_remat` on random programs, against the same programs without FP8.
 
-They run in processes of their own, because codes are float16 there.
+The programs run in their own processes, because codes are float16 in these.
 """
 
 import json

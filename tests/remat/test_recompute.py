@@ -1,4 +1,4 @@
-"""Tests that residuals are recomputed from copies, where no rounding errors grow."""
+"""Tests that residuals are recomputed from FP8 copies unless rounding errors grow."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ INPUTS = {
 
 @pytest.mark.parametrize("name", slow_except(["gelu", "swiglu", "jitted"], INPUTS))
 def test_one_copy_of_what_goes_in_is_kept(name):
-    """The matmul's output has a single copy, also if it holds both gate and up."""
+    """The matmul's output has a single copy, even if it holds both gate and up."""
     pointwise = INPUTS[name]
     params, x, dy = arguments(pointwise)
     light = fp8_remat(between(pointwise))
@@ -163,7 +163,7 @@ def test_rms_norm_keeps_one_copy_and_an_exact_statistic(name, dtype):
     ids=["layer_norm", "nn.LayerNorm"],
 )
 def test_layer_norm_keeps_what_it_centered(norm, count):
-    """Rows are far from zero, so x - mean(x) from a copy of x would be rounding."""
+    """Rows are far from zero, so x - mean(x) of a copy would be rounding errors."""
 
     def fn(params, x):
         return jnp.square(norm(params[0], x)) @ params[1]
@@ -326,7 +326,7 @@ def less_the_mean_of_others(x, shift):
     ],
 )
 def test_what_may_cancel_has_a_copy(fn):
-    """The rounding errors of a copy of x could be all there is in sums with constants.
+    """A sum of a copy of x and a constant could consist of rounding errors alone.
 
     The numbers are all near 30, and each sum is near zero, so the sum has a copy, too.
     """
@@ -387,9 +387,9 @@ def test_what_makes_errors_grow_has_a_copy(fn, count):
 
 
 def test_logarithms_of_what_is_kept_exactly_are_taken_again():
-    """Logarithms are recomputed, as backward divides by their exact arguments.
+    """Logarithms are recomputed from their arguments, which are saved unquantized.
 
-    Therefore the arguments are saved unquantized.
+    The arguments are exact because the backward pass divides by them.
     """
 
     def pointwise(a):
@@ -410,7 +410,7 @@ def test_logarithms_of_what_is_kept_exactly_are_taken_again():
 def test_saturated_slopes_follow_from_what_goes_in():
     """Slopes are recomputed from the input.
 
-    From the result, which is close to one, they would be rounding alone.
+    Slopes from the result, which is close to one, would be rounding errors alone.
     """
     params, x, dy = arguments(jnp.tanh, scale=0.6)
     light = fp8_remat(between(jnp.tanh))

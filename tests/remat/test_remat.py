@@ -113,7 +113,7 @@ COPIES = {
 
 @pytest.mark.parametrize("make", COPIES)
 def test_saved_bytes_are_those_of_the_formats(make):
-    """Saves the fewest copies that give the other residuals, and no other new array."""
+    """`fp8_remat` saves only the fewest copies that give the other residuals."""
     case = make()
     assert "f8_e4m3fn" not in str(jax.make_jaxpr(case.light)(case.params, case.x))
     count = len(jax.tree.leaves(case.params))
@@ -234,7 +234,7 @@ def test_one_copy_with_groups_serves_products_and_others(view):
 
 
 def test_what_feeds_an_exponential_stays_float32():
-    """Attention recomputes probabilities from float32 scores and their statistic."""
+    """The log-sum-exp stays float32, because an exponential reads it."""
 
     @jax.custom_vjp
     def attention(q, k):
@@ -313,7 +313,7 @@ def test_constants_are_neither_differentiated_nor_quantized(make):
 
 
 def test_constants_and_what_is_differentiated_are_told_apart():
-    """Any order works in which a function closes over them."""
+    """The function may close over constants and parameters in any order."""
     scale, shift = np.asarray(normal(1, 96, 64)), np.asarray(normal(2, 96, 128))
     w, bias, x = normal(3, 64, 128, scale=0.2), normal(4, 128), normal(5, 96, 64)
 
@@ -343,7 +343,7 @@ def over_one_device(fn):
 
 
 def gated(params, x):
-    """Computes a gated function, of which backward recomputes more than it saves."""
+    """Computes a gate; its backward pass recomputes more arrays than it saves."""
     gate = x / (1 + jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))) @ params["a"]
     return (jax.nn.silu(gate) * jnp.tanh(gate)) @ params["b"].T
 

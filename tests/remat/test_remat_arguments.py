@@ -20,7 +20,7 @@ W = jax.random.normal(jax.random.key(1), (128, 128)) / 128**0.5
 
 
 class Strict:
-    """A node that takes arrays alone, as `jax.jit` and `jax.checkpoint` give them."""
+    """A pytree node for arrays alone, which `jax.jit` and `jax.checkpoint` pass it."""
 
     def __init__(self, array, extra=None):
         self.array, self.extra = jnp.asarray(array), extra

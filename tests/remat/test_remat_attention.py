@@ -1,4 +1,4 @@
-"""Tests of `fp8_remat` around flash attention, which reads statistics in backward."""
+"""Tests of `fp8_remat` around flash attention, which saves statistics."""
 
 import functools
 
@@ -33,7 +33,7 @@ def attention(q, k, v):
 
 
 def kernel(function, results):
-    """Makes a kernel of a function of whole arrays."""
+    """Returns a Pallas kernel that computes `function` of complete arrays."""
 
     def body(*refs):
         arguments, out = refs[: len(refs) - len(results)], refs[-len(results) :]
@@ -82,14 +82,14 @@ flash.defvjp(forward, backward)
 
 @pytest.fixture
 def arrays(rng):
-    """Queries, keys, values and a cotangent, with sharp probabilities."""
+    """Returns queries, keys, values and a cotangent, with sharp probabilities."""
     normal = [jnp.asarray(rng.normal(size=SHAPE), jnp.bfloat16) for _ in range(4)]
     q, *remaining = normal
     return 3 * q, *remaining
 
 
 def copied(x):
-    """Returns what backward reads of an array that is saved in groups of 16."""
+    """Returns `x` as the backward pass reads it from an FP8 copy in groups of 16."""
     return jnp.asarray(fake(x, 16))
 
 
@@ -185,7 +185,7 @@ def amax_kernel(x):
 
 @jax.custom_vjp
 def scaled(x):
-    """Computes with a kernel's statistic of `x`. Its backward does not read `x`."""
+    """Divides x by a kernel's amax; the backward pass does not read x."""
     return x / amax_kernel(x)
 
 
@@ -263,7 +263,7 @@ def test_what_follows_from_the_output_follows_from_the_copies(arrays, rng):
 
 @pytest.fixture
 def block(arrays, rng):
-    """A function of weights and x, with attention after matmuls; and an x."""
+    """Returns a function of x with attention after matmuls, and an x."""
     x = arrays[1].reshape(*SHAPE[:2], -1)
     w = jnp.asarray(rng.normal(size=(3, *2 * x.shape[-1:])) / 6, jnp.bfloat16)
 

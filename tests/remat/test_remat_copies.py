@@ -67,7 +67,7 @@ def test_copies_in_other_formats(format):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Runs kernels as on a Hopper GPU, interpreted."""
+    """Runs interpreted kernels, chosen as on a Hopper GPU."""
     if why := kernels_obstacle():
         pytest.skip(why)
     monkeypatch.setattr(devices, "has_hopper", lambda: True)
@@ -77,7 +77,10 @@ def kernels(monkeypatch):
 
 
 def two_layers(w, x):
-    """Computes sin(x @ w) @ w; backward reads cos per group, x and sin per row."""
+    """Computes sin(x @ w) @ w.
+
+    The backward pass reads cos(x @ w) in groups, and x and sin(x @ w) by rows.
+    """
     return jnp.sin(x @ w) @ w
 
 
@@ -125,7 +128,7 @@ def test_kernels_compute_the_same_within_transformations(transform, runs, reques
 
 
 def assert_copies(fn, w, x, *, count):
-    """Asserts that `count` copies are made and read, XLA decoding one of them.
+    """Asserts that `count` copies are made and read, and that XLA decodes one.
 
     XLA fuses the decoding of this copy with the operation that reads it.
     """
@@ -276,7 +279,7 @@ def test_other_parts_have_copies_of_their_own(columns, width, cut):
     ],
 )
 def test_short_rows_are_merged_with_the_axes_before(shape, key):
-    """Groups run over the last axes, but for the first, as if these were one axis."""
+    """Groups run over all axes but the first, as if these were one axis."""
     x, dy = normal(1, *shape), normal(2, *shape)
     light = fp8_remat(lambda p, x: p * jnp.square(x), key=key)
     (actual,) = (r for r in saved(light, 1.0, x) if r.dtype == jnp.float8_e4m3fn)

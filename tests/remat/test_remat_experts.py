@@ -40,7 +40,18 @@ def arguments(sizes="rows of none", dtype=jnp.float32):
 
 
 def layer(form, sums, params, x, weights, ids, sizes, dot=coat.fp8_ragged_dot):
-    """Applies experts to tokens; `sums` takes rows, their places and the weights."""
+    """Applies experts to tokens.
+
+    Args:
+      form: Computes the experts' MLPs of sorted rows.
+      sums: Adds up the rows of each token; takes rows, their places and the weights.
+      params: The experts' weights.
+      x: The tokens.
+      weights: The weight of each choice.
+      ids: The expert of each choice.
+      sizes: The number of rows of each expert.
+      dot: The grouped matmul.
+    """
     order = jnp.argsort(ids)
     y = form(x[order // CHOICES], params, sizes, dot)
     return sums(y, jnp.argsort(order), weights)
@@ -225,7 +236,7 @@ def weighted_before(y, places, weights):
 
 
 def gathered_by_halves(y, places, weights):
-    """Gathers halves of rows as if they were rows."""
+    """Gathers halves of rows as if they were complete rows."""
     halves = y.reshape(2 * ROWS, -1)
     at = jnp.concatenate([places, places])
     rows = halves[jnp.argsort(at)].reshape(ROWS, -1)
@@ -448,7 +459,11 @@ def test_values_are_numpys(sums, sizes):
 
 
 def gradients_of(dot, wrap):
-    """Returns the compiled gradients of parameters, tokens and weights for a `dy`."""
+    """Returns a jitted function that computes gradients for a cotangent `dy`.
+
+    Its first argument has the arrays to differentiate by: parameters, tokens and
+    weights.
+    """
     run = wrap(functools.partial(layer, mlp, plain, dot=dot))
 
     @jax.jit

@@ -27,7 +27,7 @@ KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
 
 class InCompact(nn.Module):
-    """An instance, a class, and a module with a wrapped submodule."""
+    """A module that wraps an instance, a class, and a submodule of another module."""
 
     light: bool
 
@@ -111,9 +111,9 @@ def test_linen_parameters_that_a_scan_shares():
 
 
 def linen_behaviour(net):
-    """Returns variables, outputs and statistics, and the gradient, of one step.
+    """Returns variables, outputs and statistics of one step, and its gradient.
 
-    Outputs are those in evaluation and in training.
+    The outputs are computed in evaluation mode and in training mode.
     """
 
     def run(x):
@@ -150,7 +150,7 @@ def state(module):
 
 @pytest.mark.internals
 def test_nnx():
-    """Parameters, outputs, statistics, streams agree; the gradient nearly agrees."""
+    """Parameters, outputs, statistics, streams agree; gradients nearly agree."""
 
     @nnx.jit
     def run(module, x):

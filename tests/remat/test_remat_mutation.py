@@ -1,4 +1,4 @@
-"""Tests of what calls change: NNX objects and Linen variables, as with Flax's remat."""
+"""Tests that calls of wrapped modules change NNX objects and Linen variables."""
 
 import copy
 import functools
@@ -164,7 +164,7 @@ def test_wrapped_modules_can_be_copied(duplicate):
 
 
 class Block(nn.Module):
-    """A Linen module of which only a method is wrapped."""
+    """A Linen module with one method that is wrapped in the way `how`."""
 
     how: str
 

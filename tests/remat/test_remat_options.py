@@ -76,7 +76,7 @@ def test_where_chooses_among_what_can_be_quantized():
 
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_where_knows_the_names_of_checkpoint_name(outer):
-    """The policy saves the tagged array itself and nothing else."""
+    """The policy saves the tagged arrays themselves and no others."""
     w, x = tagged_arguments()
     names = jax.checkpoint_policies.save_only_these_names("first", "second")
     actual = {}
@@ -355,7 +355,7 @@ POLICIES = {
 
 
 def in_scan(fn):
-    """Returns a function that computes `fn` in a loop of one turn."""
+    """Returns a function that computes `fn` in a loop of one step."""
     return lambda *args: jax.lax.scan(
         lambda _, x: (None, fn(*args)), None, None, length=1
     )[1][0]
@@ -376,7 +376,7 @@ PLACES = {
     ),
 )
 def test_saved_codes_keep_their_scales(name, place):
-    """The scale of an amax of 3.624 is half the scale of its copy, 3.637."""
+    """An amax of 3.624 becomes 3.637 in the copy, which would double the scale."""
 
     def operand(seed, *shape):
         x = normal(seed, *shape)

@@ -50,7 +50,7 @@ def times(n):
 
 
 def gradients(layers, x=X):
-    """Returns gradients through `layers`, one after another, under jit."""
+    """Returns gradients through `layers`, applied one after another, under jit."""
     graph, state = nnx.split(nnx.List(layers))
 
     @jax.jit
@@ -148,7 +148,7 @@ def test_an_attribute_that_changes_between_calls_is_read_again():
 
 
 class Counting(Layer):
-    """A layer that counts its calls, sums, and makes a variable."""
+    """A layer that counts its calls, sums up its inputs, and makes a variable."""
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -183,7 +183,7 @@ def test_changes_of_equal_layers_reach_each_of_them(jit):
 
 @dataclasses.dataclass
 class Settings:
-    """Settings that change."""
+    """Settings that a test changes."""
 
     factor: float
 

@@ -14,7 +14,7 @@ from coat_jax.remat.api import fp8_remat
 
 
 def neighbours(y, format) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a format's neighbours of magnitudes: at or below, and at or above."""
+    """Returns the nearest magnitudes of a format: at or below y, and at or above it."""
     every = np.arange(256, dtype=np.uint8).view(format.dtype).astype(np.float64)
     values = np.unique(np.abs(every[np.isfinite(every)]))
     below = np.searchsorted(values, y, side="right") - 1
@@ -23,7 +23,7 @@ def neighbours(y, format) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("format", [coat.E4M3, coat.E5M2], ids=repr)
 def test_rounding_is_to_a_neighbour_and_unbiased(format):
-    """Over 500 keys the mean is the number, within 5.5 standard errors each."""
+    """The mean over 500 keys is the exact number, within 5.5 standard errors."""
     x = normal(2, 64, 64) * jnp.exp2(normal(3, 64, 64) * 3)
     keys = jax.random.split(jax.random.key(0), 500)
 
@@ -120,7 +120,7 @@ def test_keys_may_be_traced_mapped_and_scanned():
 
 
 class Rounded(nn.Module):
-    """A module that takes the key from its own streams."""
+    """A module that takes the key for rounding from its own random streams."""
 
     @nn.compact
     def __call__(self, x):

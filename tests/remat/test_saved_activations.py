@@ -73,7 +73,7 @@ def test_the_same_holds_with_flash_attention(recipe):
 
 @pytest.mark.parametrize("num_layers", [None, 2])
 def test_fp8_remat_of_a_layer_saves_what_products_return(num_layers):
-    """Saved are the input, q, k, v, attention's output, the sum, gate and up."""
+    """A layer saves its input, q, k, v, attention's output, the sum, gate and up."""
     expected = (1 + 3 + 1 + 1 + 2 * 11008 / 4096) / 2
     assert expected < units("bf16", num_layers, light=True) <= 1.125 * expected + 0.01
     assert units("bf16", num_layers, light=True) <= 7

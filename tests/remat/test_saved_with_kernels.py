@@ -1,4 +1,4 @@
-"""Tests of what is saved where matmuls are kernels: as much as where XLA runs them."""
+"""Tests that as much is saved if kernels compute matmuls as if XLA does."""
 
 import collections
 import contextlib
@@ -38,7 +38,12 @@ def layer(params, x):
 
 
 def fp8_sizes(hopper, **options):
-    """Returns the sizes of the saved codes with kernels."""
+    """Returns the sorted byte sizes of the FP8 codes that the layer saves.
+
+    Args:
+      hopper: Returns a context in which kernels are chosen as on a GPU.
+      **options: Options of `fp8_remat`.
+    """
     with operations.traced_anew(), hopper():
         residuals = saved(coat.fp8_remat(layer, **options), PARAMS, SHAPE.input())
     return sorted(r.nbytes for r in residuals if r.dtype in FP8)
@@ -47,7 +52,7 @@ def fp8_sizes(hopper, **options):
 # Programs that run have kernels, and others have stand-ins in their place.
 @pytest.fixture(params=[for_hopper, stand_ins.for_hopper], ids=["kernels", "stand-ins"])
 def hopper(request):
-    """A context in which kernels are chosen as on a GPU."""
+    """Returns a function that makes a context in which kernels are chosen."""
     return request.param
 
 
@@ -89,7 +94,7 @@ def test_a_policy_sees_what_a_matmul_multiplies(hopper):
 
 
 def test_what_matmuls_read_is_copied(hopper):
-    """A scale of the exact array next to its copy makes no statistic of a kernel."""
+    """The scale of an exact array next to its copy is no statistic of a kernel."""
     # The inputs of both norms; gate and up.
     sizes = [ROWS * 1024] * 2 + [ROWS * 2048] * 2
     if hopper is for_hopper:
@@ -101,7 +106,7 @@ def test_what_matmuls_read_is_copied(hopper):
 
 @pytest.fixture
 def wide_programs(monkeypatch):
-    """Random programs of sizes for which kernels are chosen."""
+    """Makes random programs so large that kernels are chosen for them."""
     for module in (blocks, grammar, programs):
         monkeypatch.setattr(module, "WIDTH", 1024)
     monkeypatch.setattr(programs, "_SHAPES", [(2048, 1024), (4, 512, 1024)])
@@ -143,7 +148,7 @@ def kernels_of(fn, dy, *args):
 
 
 def of_device(fn, parameters):
-    """Applies a function within a `shard_map`, with `parameters` first arguments."""
+    """Returns a `shard_map` of `fn` with `parameters` first arguments replicated."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
     def spread(*args):
@@ -197,7 +202,7 @@ def gathering(params, x):
     ids=["gathered weights", "shard_map within", "jitted", "twice"],
 )
 def test_layers_on_devices_have_the_kernels_of_one(fn):
-    """Weights that a layer gathers are weights, and a `shard_map` is looked into."""
+    """Gathered weights count as weights, and a `shard_map` is rewritten inside."""
     expected = coat.fp8_remat(mlp)
     assert kernels_of(fn, X, WEIGHTS, X) == kernels_of(expected, X, WEIGHTS, X)
     with stand_ins.for_hopper():
@@ -263,7 +268,7 @@ def test_parameters_of_other_primitives_name_no_operation(params):
     ],
 )
 def test_numbers_that_a_cast_changes_are_unknown(number, dtype, hits):
-    """A norm may divide by twice half the number of columns."""
+    """The norm divides by 512 times a number, which must be 2 for 1,024 columns."""
 
     def fn(w, x):
         two = jax.lax.pcast(jnp.float32(number), ("data",), to="varying")

@@ -63,7 +63,7 @@ def _passes(fn, of_w):
 @pytest.mark.distributed
 @every_function
 def test_they_are_used_as_they_are_stored(fn):
-    """Values and gradients on several devices have the bits of the other order."""
+    """Results on several devices have the bits of weights stored the other way."""
     weights, x, dy = _arguments(fn)
     y, dws, dx = _passes(fn, 1)(weights, x, dy)
     other = _passes(fn, 0)([w.T for w in weights], x, dy)
@@ -113,12 +113,12 @@ def _of_rows(x):
 
 
 def _saved(x):
-    """Returns what backward reads of activations: FP8 copies in groups of 16."""
+    """Returns activations as the backward pass reads them, in groups of 16."""
     return fake(np.asarray(x, np.float32), 16)
 
 
 def _exact(fn):
-    """Returns the function with BF16 matmuls."""
+    """Returns `fn` with BF16 matmuls, as a function of weights and x."""
 
     def run(weights, x):
         with mock.patch.dict(globals(), {"_multiply": lambda x, w, _: x @ w.T}):

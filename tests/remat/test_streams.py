@@ -1,7 +1,7 @@
 """Tests that kernels add the residual stream where `fp8_remat` finds that it is added.
 
-The stream is `x + branch(x)`. Its gradient is the branch's plus the sum's, and the
-branch alone is tested elsewhere.
+The stream is `x + branch(x)`. Its gradient is the sum of the result's gradient and of
+the branch's. Other tests check the branch alone.
 """
 
 import functools
@@ -30,7 +30,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def attention(params, x):
-    """Two matmuls of the norm, with results that meet before the last matmul."""
+    """Computes a norm, the product of two matmuls, and a last matmul."""
     h = rms(x, params["norm"])
     mixed = jnp.tanh(linear(h, params["a"])) * linear(h, params["b"])
     return linear(mixed, params["c"])
@@ -86,9 +86,9 @@ def stream(branch, params, x):
 
 
 def assert_is_sum(results, alone, x, dy):
-    """Asserts that results equal a branch's, with the stream added exactly.
+    """Asserts that results are a branch's results plus the stream.
 
-    Both round to bfloat16: the branch's result before the sum, and each sum once.
+    The branch's results are rounded to bfloat16 before the sum, and each sum once more.
     """
     (y, (dparams, dx)), (branch, (dbranch, dnorm)) = results, alone
     jax.tree.map(np.testing.assert_array_equal, dparams, dbranch)
@@ -139,24 +139,24 @@ def test_blocks_follow_one_another():
 
 
 def twice(params, x):
-    """Another operation reads the result of the branch, too."""
+    """Adds the stream to a branch that another operation reads, too."""
     y = gated(params, x)
     return (x + y) * jnp.tanh(y)
 
 
 def later(params, x):
-    """The other array is computed from the matmul's result."""
+    """Adds an array that is computed from the branch's result."""
     y = attention(params, x)
     return jnp.sin(y) + y.reshape(-1)[::-1].reshape(y.shape)
 
 
 def others(params, x):
-    """The norm's input is read once more."""
+    """Adds the stream, and reads the norm's input once more."""
     return (x + attention(params, x)) * jnp.tanh(x)
 
 
 def wide(params, x):
-    """The stream has another dtype."""
+    """Adds a stream of another dtype."""
     return x.astype(F32) + gated(params, x)
 
 
@@ -171,13 +171,13 @@ def column(params, x):
 @pytest.mark.internals
 @pytest.mark.parametrize("fn", [twice, later, wide, constant, column, others])
 def test_other_sums_are_left_alone(fn):
-    """A matmul may add what the gradient of a norm may not."""
+    """The last matmul adds the stream only in `others`, and no norm's gradient does."""
     params, x, _ = given()
     assert added(fp8_remat(fn), params, x) == (fn is others, False)
 
 
 def transposed(params, x):
-    """The branch's result in another order, which `reshape(dimensions=)` says."""
+    """Adds the branch's result in another order, given by `reshape(dimensions=)`."""
     y = linear(rms(x, params["norm"]), params["a"] @ params["c"])
     return x + jnp.ravel(y, order="F").reshape(x.shape)
 
@@ -189,7 +189,7 @@ def transposed_bias(params, x):
 
 
 def on_heads(params, x):
-    """A residual stream with an axis of heads, as `nn.DenseGeneral` gives them."""
+    """Adds a residual stream with an axis of heads, as in `nn.DenseGeneral`."""
     y = linear(rms(x, params["norm"]), params["a"] @ params["c"])
     heads = (*x.shape[:-1], 4, K // 4)
     return (x.reshape(heads) + y.reshape(heads)).reshape(x.shape)

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.internals
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The mask's shape and whether it is causal, of each call of flash attention."""
+    """Returns a list with the mask's shape and `causal` of each attention call."""
     calls = []
 
     def flash_attention(q, k, v, *, mask, scale, causal):

@@ -4,10 +4,10 @@
 
 One save is the first of a run, the other replaces the oldest of two checkpoints. A
 process dies by SIGKILL in the N-th call that changes the run's folder, for every N; a
-write is half done then. Afterwards the folder must give the bits of the state before
-or after the save, and take a further checkpoint. A sample of the calls of a whole run
+write is half done then. Afterwards the folder must give the bits of the state before or
+after the save, and take a further checkpoint. A sample of the calls of a complete run
 is tried too: a resumed run must end with the undisturbed bits. A killed process loses
-nothing that it wrote; power failures, which can, are not tried.
+nothing that it wrote. Power failures may lose writes, but are not tried.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Saver:
-    """A process of `tests.robustness.saver`; a context manager."""
+    """A context manager that runs a process of `tests.robustness.saver`."""
 
     def __init__(self, library: Path, log: Path) -> None:
         self._log = log

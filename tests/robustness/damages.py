@@ -2,10 +2,10 @@
 
     uv run python -m tests.robustness.damages
 
-A bit of a file is flipped, its end is cut off, or it is deleted. The resumed run must
-refuse in one line that names the file, or go on from an older checkpoint with a line
-that does, and end with the undisturbed bits. A damage without a line must have no
-effect on rows and states, for a reason that the results name.
+A bit of a file is flipped, its end is cut off, or it is deleted. A resumed run that
+notices the damage must print one line that names the file. It must then stop, or go on
+from an older checkpoint and end with the undisturbed bits. A damage that the run does
+not notice must have no effect on rows and states, for a reason that the results name.
 """
 
 import collections
@@ -112,7 +112,7 @@ def damage(scratch: Path, count: int, rng: random.Random) -> Iterator[Row]:
 
 
 def file_groups(folder: Path) -> dict[str, list[str]]:
-    """Returns the files of a finished run in groups that get as many damages each."""
+    """Returns groups of a finished run's files, by name; they are damaged in turns."""
     files = sorted(
         str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
     )
@@ -130,9 +130,11 @@ def file_groups(folder: Path) -> dict[str, list[str]]:
 def consequence(
     complete: Path, damaged: Path, drawn: Damage, expected: trials.Outcome
 ) -> tuple[str, str | None]:
-    """Resumes a damaged run; returns how the damage was found and why, or what failed.
+    """Resumes a damaged run and returns what came of the damage.
 
-    The first is "refused", "older checkpoint", "no effect", "silent" or "traceback".
+    Returns:
+      One of "refused", "older checkpoint", "no effect", "silent" and "traceback", and
+      the line of output, the reason, or the failure.
     """
     same_value = _same_json(complete / drawn.file, damaged / drawn.file)
     try:
@@ -153,7 +155,11 @@ def consequence(
 
 
 def _reason(drawn: Damage, same_value: bool) -> tuple[str, str | None]:
-    """Returns why a damage that nothing noticed had no effect, if there is a reason."""
+    """Judges a damage that left the results of a resumed run as they were.
+
+    Returns:
+      "no effect" and the reason, or "silent" and None if there is no known reason.
+    """
     if drawn.file in _WRITTEN_ANEW:
         return "no effect", "every end of a run writes the file anew"
     if drawn.file == "lock":

@@ -23,7 +23,7 @@ def environment(
     switch: Path | None = None,
     log: Path | None = None,
 ) -> dict[str, str]:
-    """Returns the variables that load the library into a process.
+    """Returns the environment variables that load the library into a process.
 
     Args:
       library: The compiled library.
@@ -31,7 +31,7 @@ def environment(
       kill: Number of the call in which the process dies.
       bytes_: Number of bytes after which the disk is full.
       switch: A path; while a file is there the folder is read-only.
-      log: A path of a file with one line per call.
+      log: The path of a log file with one line per call.
     """
     arguments = {"KILL": kill, "BYTES": bytes_, "SWITCH": switch, "LOG": log}
     actual = {"LD_PRELOAD": str(library), "FAULTS_ROOT": str(root.resolve())}

@@ -51,7 +51,7 @@ class Setup:
 
     @classmethod
     def of(cls, folder: Path) -> "Setup":
-        """Makes the undisturbed run."""
+        """Makes the undisturbed run and returns the setup."""
         library, log, run = faults.build(folder), folder / "calls", folder / "whole"
         arguments = (*_GIVEN, "--data", trials.write_corpus(folder))
         noting = faults.environment(library, run, log=log)
@@ -62,9 +62,9 @@ class Setup:
         return cls(folder, library, arguments, trials.outcome(run), writes)
 
     def budgets(self, count: int) -> list[int]:
-        """Returns numbers of bytes that end within writes, spread over all of them.
+        """Returns `count` disk sizes that end within writes, spread over the run.
 
-        They leave out the last hundredth, because runs differ by some bytes.
+        The last hundredth of the bytes is left out, because runs differ by some bytes.
         """
         initial = np.cumsum([0, *self.writes])
         middles = (initial[:-1] + initial[1:]) // 2
@@ -97,7 +97,8 @@ def trial(setup: Setup, kind: str, at: int) -> Row:
     Args:
       setup: The files that all trials share.
       kind: The kind of the trial.
-      at: The disk's size in bytes, the step at which the folder is lost, or a number.
+      at: The disk's size in bytes, the step at which the folder is lost, or the number
+        of the repetition, depending on the kind.
     """
     run = setup.folder / "run"
     if kind.startswith("two"):
@@ -140,7 +141,7 @@ def _alone(setup: Setup, run: Path, kind: str, at: int) -> tuple[str, str | None
 
 
 def _both(setup: Setup, run: Path, resume: bool) -> tuple[str, str | None]:
-    """Starts two processes on a run; returns what one says, and what was wrong."""
+    """Starts two processes on a run; returns the refused one's error, and any fault."""
     arguments = (*setup.given, "--out", run)
     if resume:
         process = trials.start(*arguments)
@@ -163,7 +164,7 @@ def _wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None
 
 
 def _difference(setup: Setup, run: Path) -> str | None:
-    """Goes on with a run to its end; returns what is wrong then, if anything."""
+    """Resumes a run until its end; returns what is wrong with the result, or None."""
     ended = trials.call(*trials.go_on(run, setup.given))
     if ended.code:
         return f"not resumed: {ended.said[-2000:]}"

@@ -130,7 +130,7 @@ def _decoded(tokens: np.ndarray, scratch: Path) -> bytes:
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raises TimeoutError in a body that takes too long."""
+    """Raises TimeoutError within the context if it takes too long."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"it takes more than {_SECONDS} seconds")

@@ -34,14 +34,16 @@ _WHOLE = "is no whole .npy file: "
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """An input, and what becomes of it.
+    """An input, and what the training program must do with it.
 
     Attributes:
-      file: Name of the file or folder, which --data gets.
-      content: Its bytes, or a function that makes it at a path.
-      expected: Rule in the refusal; or the text or the tokens that are read.
+      file: The name of the file or folder that --data gets.
+      content: The bytes of the file, or a function that makes it at a path.
+      expected: The rule in the error message, if the input must be refused. Otherwise
+        the text or the tokens that must be read.
       flags: Further flags of the command line.
-      named: Part of the file's name in the refusal; None means all of it.
+      named: The part of the file's name that the error message must have; None means
+        the complete name.
     """
 
     file: str
@@ -331,7 +333,10 @@ _add("100,000 lines", "a.jsonl", _lines({"text": "x"}) * 100_000, b"x" * 100_000
 
 # Files that are none, and folders.
 def _folder(**files: Content) -> Callable[[Path], None]:
-    """Returns a function that makes a folder of files, "/" in names written "__"."""
+    """Returns a function that makes a folder of files.
+
+    In the names of files "__" stands for "/", and "_" for ".".
+    """
 
     def make(path: Path) -> None:
         path.mkdir()

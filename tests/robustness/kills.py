@@ -85,10 +85,10 @@ def _count(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def cases() -> list[Case]:
-    """Returns all recipes with all dtypes, roundings and scalings, and some with a BPE.
+    """Returns a case for each valid combination of settings, with bytes as tokens.
 
-    A program with a BPE has other shapes, but the same steps, so one of each recipe is
-    enough.
+    There is one more case for each recipe, with a BPE. It changes the shapes of
+    programs, but not their steps.
     """
     actual = []
     for recipe, (dtype, rounding) in itertools.product(RECIPES, _DTYPES):
@@ -125,7 +125,7 @@ def disturb(scratch: Path, count: int, rng: random.Random) -> Iterator[Row]:
 
 
 def undisturbed(folder: Path, arguments: tuple[object, ...]) -> trials.Outcome:
-    """Returns what a run that nothing interrupts ends with."""
+    """Returns the outcome of a run that nothing interrupts."""
     ended = trials.call(*arguments, "--out", folder)
     if ended.code:
         raise RuntimeError(ended.said)

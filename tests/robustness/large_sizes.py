@@ -1,10 +1,10 @@
-"""The library at large sizes: many steps, many leaves, a large leaf, many layers.
+"""Compares the library with optax and Flax at large sizes.
 
     uv run python -m tests.robustness.large_sizes
     uv run python -m tests.robustness.large_sizes --parts steps,layers
 
-Each part compares the library with optax or Flax in one process, in turns. It writes
-its rows into one results file, which keeps the rows of the other parts:
+The methods of a part run in one process, in turns. A part writes its rows into one
+results file, which keeps the rows of the other parts:
 
   steps    many steps of `coat.fp8_adamw` and `optax.adamw` on the same gradients
   leaves   tracing and compiling an update, and a first state, of many leaves
@@ -70,11 +70,11 @@ def methods(**options: Any) -> dict[str, tuple[optax.GradientTransformation, Ste
 
 
 def long_run(b2: float, steps: int) -> list[Row]:
-    """Trains a noisy quadratic bowl with both optimizers on the same noise.
+    """Trains a noisy quadratic bowl with each of `methods` on the same noise.
 
-    The curvatures span two orders of magnitude. `distance` is between the parameters
-    and `optax.adamw`'s, over the distance from `optax.adamw`'s to the minimum, both as
-    root mean squares after the last step.
+    The curvatures span two orders of magnitude. `distance` is the distance between the
+    parameters and the parameters of `optax.adamw`, relative to the latter's distance
+    from the minimum. Both are root mean squares after the last step.
     """
     shape = (64, 128)
     curvature = jnp.logspace(-1, 1, shape[1])
@@ -275,7 +275,7 @@ def _in_turns(cases: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str,
 
 
 def bars_of(rows: Iterable[Row]) -> list[Bar]:
-    """Returns what was asked for of each part."""
+    """Returns the bars that compare each part's results with its limit."""
     limits = {"leaves": 4.0, "leaf": 1.0, "layers": 2.0}
     measures = {"leaves": "compile time", "leaf": "memory", "layers": "trace time"}
     actual = []

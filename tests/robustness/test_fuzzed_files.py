@@ -1,7 +1,7 @@
-"""Fuzzes all loaders of files that a user might be sent.
+"""Fuzzes loaders of text, arrays, settings, records, results and tokenizers.
 
-A loader reads a file or raises ValueError or OSError with the file's name, in little
-time and memory. `--hypothesis-profile=fresh` looks for new examples.
+A loader must read a file, or raise a ValueError or OSError with the file's name, in
+little time and memory. `--hypothesis-profile=fresh` looks for new examples.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def tried(load, path):
 
 
 def loaded(path, **options):
-    """Returns the training and the validation tokens, or None if they are refused."""
+    """Returns training and then validation tokens, or None if they are refused."""
     corpus = tried(lambda p: data.load_corpus([p], **options), path)
     if corpus is None:
         return None
@@ -184,7 +184,7 @@ ROW = {"recipe": "bf16", "step": 1, "lr": 1e-3, "loss": 2.5, "grad_norm": 1.0}
 
 @pytest.fixture(scope="module")
 def run(folder):
-    """A run's folder without checkpoints."""
+    """Returns a run's folder without checkpoints."""
     (folder / "run").mkdir()
     return folder / "run"
 

@@ -1,4 +1,4 @@
-"""Tests that data of any kind is refused by name, or read as just what is in it."""
+"""Tests that hostile data are refused with the file's name, or read exactly."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Tests of the program that tries the library at large sizes, at small ones."""
+"""Tests the program `large_sizes` at small sizes."""
 
 import json
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from tests.robustness import large_sizes
 
 
 class Sizes(NamedTuple):
-    """Sizes of a run, and the share of the first loss that the last one is below."""
+    """The sizes of a run. The last loss must be below `share` times the first one."""
 
     steps: int
     elements: int
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
     ids=["short", "long"],
 )
 def run(request, tmp_path_factory):
-    """The sizes, and the results. The program does without a compilation cache."""
+    """Returns the sizes and the results of the program, run without a cache."""
     out = tmp_path_factory.mktemp("results") / "large_sizes.json"
     sizes = ["--steps", str(request.param.steps), "--leaves", "8"]
     sizes += ["--elements", str(request.param.elements)]

@@ -32,7 +32,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, corpus, shared_trainers):
-    """The folder of a run with checkpoints of steps 4 and 6."""
+    """Returns the folder of a run with checkpoints of steps 4 and 6."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     assert pretrain.main([*_RUN, "--data", str(corpus), "--out", str(folder)]) == 0
     return folder
@@ -40,7 +40,7 @@ def finished(tmp_path_factory, corpus, shared_trainers):
 
 @pytest.fixture(scope="module")
 def fp8_finished(tmp_path_factory, corpus, shared_trainers):
-    """The folder of a run with moments in FP8 and checkpoints of steps 2 and 4."""
+    """Returns the folder of a run with FP8 moments and checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("runs") / "fp8"
     flags = [*_RUN, "--recipes", "coat", "--steps", "4", "--eval-every", "2"]
     assert pretrain.main([*flags, "--data", str(corpus), "--out", str(folder)]) == 0
@@ -57,7 +57,7 @@ def _losses(folder):
 
 
 def _refusal(capsys, *argv):
-    """Returns the one line with which a command is refused."""
+    """Checks that a command is refused in one line, and returns the line."""
     try:
         code = pretrain.main(list(map(str, argv)))
     except SystemExit as stop:
@@ -151,7 +151,7 @@ def test_a_line_that_is_no_row_is_named(name, fp8_finished, tmp_path, capsys):
 
 
 def _without_checksums(folder):
-    """Makes a folder as it was written before there were checksums of all files."""
+    """Changes a run's folder to the form that it had before all files had checksums."""
     record = json.loads((folder / "run.json").read_text())
     del record["checksum"], record["files"]
     (folder / "run.json").write_text(json.dumps(record))

@@ -1,4 +1,4 @@
-"""Tests the programs that try to break the main job, in short forms of them."""
+"""Tests short forms of the programs that try to break the main job."""
 
 import json
 import shutil

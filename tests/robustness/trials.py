@@ -84,7 +84,7 @@ def write_corpus(folder: Path) -> Path:
 
 
 def share_compilations(folder: Path) -> None:
-    """Makes this process and those it starts share a cache of compiled programs.
+    """Makes this process and its child processes share a cache of compiled programs.
 
     They are compiled without LLVM's optimizations, which would take most of the time. A
     cache that the environment names stays in use.
@@ -105,7 +105,7 @@ def share_compilations(folder: Path) -> None:
 
 
 def start(*argv: object, **environment: str) -> subprocess.Popen[str]:
-    """Starts a process of the program; `environment` is added to this process's."""
+    """Starts the program in a process, with `environment` as further variables."""
     return subprocess.Popen(
         [sys.executable, "-m", "experiments.pretrain", *map(str, argv)],
         env=os.environ | environment,
@@ -117,7 +117,7 @@ def start(*argv: object, **environment: str) -> subprocess.Popen[str]:
 
 
 def wait(process: subprocess.Popen[str]) -> Ended:
-    """Blocks until a process ends."""
+    """Blocks until a process ends, and returns how it ended."""
     try:
         output, _ = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -127,7 +127,7 @@ def wait(process: subprocess.Popen[str]) -> Ended:
 
 
 def call(*argv: object) -> Ended:
-    """Calls the program within this process."""
+    """Calls the program within this process, and returns how it ended."""
     with captured() as output:
         try:
             code = program.main(list(map(str, argv)))

@@ -111,7 +111,7 @@ def make(*cases: str) -> None:
 def _shapes(model: torch.nn.Module) -> dict[str, list[int]]:
     """Returns the shapes of a checkpoint's tensors, by their names in files.
 
-    Models hold the matrices of all experts in one parameter.
+    A model may have the matrices of all experts in one parameter; files do not.
     """
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

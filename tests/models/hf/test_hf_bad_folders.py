@@ -73,7 +73,7 @@ def with_tensors(change: Callable[[dict], object]) -> Damage:
 
 
 def with_index(change: Callable[[dict], object]) -> Damage:
-    """Returns a damage of the index of a file that has another name."""
+    """Returns a damage that renames the file of tensors and changes its new index."""
 
     def damage(folder: Path) -> None:
         (folder / _WEIGHTS).rename(folder / "a.safetensors")
@@ -87,7 +87,7 @@ def with_index(change: Callable[[dict], object]) -> Damage:
 
 
 def linked(name: str) -> Damage:
-    """Returns a damage that moves a file out of the folder, with a link to it."""
+    """Returns a damage that moves a file out of the folder and leaves a link to it."""
 
     def damage(folder: Path) -> None:
         outside = folder.parent / f"outside-{name}"
@@ -114,7 +114,12 @@ def overlapping(header: dict) -> None:
 
 
 def in_fp8(change: Callable[[dict], object], **settings: Any) -> Damage:
-    """Returns a damage of an FP8 checkpoint with scales of blocks."""
+    """Returns a damage that makes an FP8 checkpoint with block scales and changes it.
+
+    Args:
+      change: Changes the tensors by name.
+      **settings: Changes to the quantization settings in config.json.
+    """
 
     def damage(folder: Path) -> None:
         tensors = load_file(folder / _WEIGHTS)
@@ -336,7 +341,7 @@ def test_bad_checkpoints_are_refused_in_one_line(tmp_path, name):
 
 
 def test_good_variants_of_these_checkpoints_load(tmp_path):
-    """The damages above are not refused for what all of them share."""
+    """Checkpoints in FP8 and with an index load, if nothing in them is damaged."""
     folder = write_folder(tmp_path / "fp8", "llama")
     in_fp8(nothing)(folder)
     weight = fixture("llama")[1][_QUERIES].astype(ml_dtypes.float8_e4m3fn)
@@ -357,7 +362,7 @@ def test_unknown_formats_are_refused(tmp_path, format):
 
 
 def test_an_empty_folder_stays_and_gets_the_files(tmp_path, monkeypatch):
-    """Mount points, the current folder and folders of links cannot be replaced."""
+    """Mount points, the current folder and links to folders cannot be replaced."""
     model = hf.load(write_folder(tmp_path / "new", "llama"))
     folder, link, lost = (tmp_path / name for name in ("out", "link", "lost"))
     (folder / ".incomplete").mkdir(parents=True)

@@ -128,7 +128,7 @@ def _unfused(case: str, tensor: str) -> np.ndarray:
 
 
 def _dequantized(folder: Path, tensor: str, suffix: str) -> np.ndarray:
-    """Returns codes times scales, each of the rows and columns that it is for."""
+    """Returns a tensor's codes, multiplied by the scales of their blocks."""
     with safe_open(folder / "model.safetensors", "np") as file:
         assert file.get_slice(f"{tensor}.weight").get_dtype() == "F8_E4M3"
         scales = file.get_tensor(f"{tensor}.{suffix}")

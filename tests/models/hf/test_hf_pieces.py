@@ -49,7 +49,7 @@ def write(folder, config, dtype, numbers):
 
 
 def assembled(tensors, config):
-    """Returns the parameters, made of tensors as `layout` says."""
+    """Returns the model's parameters by path, assembled from a checkpoint's tensors."""
     heads, h = config.num_kv_heads, config.hidden_size
 
     def stack(name):
@@ -74,7 +74,7 @@ def assembled(tensors, config):
 
 
 def params_of(model):
-    """Returns the parameters as NumPy arrays, by name."""
+    """Returns the model's parameters as NumPy arrays, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
     return {
         jax.tree_util.keystr(path, simple=True, separator="/").removesuffix(
