@@ -20,10 +20,10 @@ def mean_of_values(
     v: Float[Array, "b t m d"],
     scale: float,
 ) -> Float[Array, "b s n d"]:
-    """Returns the mean of values for each query: attention of equal scores.
+    """Returns the mean of all values, for each query.
 
-    Derivatives are those of softmax attention with the scores `scale * q @ k.T`, where
-    all probabilities are equal.
+    The derivatives equal the derivatives of softmax attention with the scores
+    `scale * q @ k.T` at a point where all scores of a query are equal.
 
     Args:
       q: Queries.
