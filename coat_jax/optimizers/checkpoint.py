@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_map_with_path
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import ArrayLike
 
 from coat_jax.optimizers.codec import dequantized, quantized
-from coat_jax.optimizers.state import VERSION, QuantizedState, is_state, states_in
+from coat_jax.optimizers.state import VERSION, QuantizedState, is_state
 from coat_jax.optimizers.trees import boxed, check_structure, is_quantized, unboxed
 
 ARRAYS = ("codes", "scale", "exponent")
@@ -68,13 +68,14 @@ def from_optax_state(state: Any, like: Any) -> Any:
       >>> state[0].nu["w"].codes.dtype
       dtype(float8_e4m3fn)
     """
-    kinds = {type(s.inner_state) for s in states_in((state, like))}
-
-    def is_leaf(node):
-        return is_state(node) or type(node) in kinds
-
-    check_structure(state, like, name="state", is_leaf=is_leaf)
-    return tree_map_with_path(_converted, like, state, is_leaf=is_leaf)
+    leaves, treedef = jax.tree.flatten_with_path(like, is_leaf=is_state)
+    try:
+        parts = treedef.flatten_up_to(state)
+    except ValueError:  # Its message has whole trees.
+        _check_tree(state, like)
+        raise
+    pairs = zip(leaves, parts, strict=True)
+    return treedef.unflatten(_converted(path, old, new) for (path, old), new in pairs)
 
 
 def check_restored(state: Any, like: Any) -> None:
@@ -203,6 +204,21 @@ def _wide(state: QuantizedState) -> Any:
         lambda m: m.codes if is_quantized(m) else m, inner, is_leaf=is_quantized
     )
     return boxed(dequantized(unboxed(inner), state.layout), like)
+
+
+def _check_tree(state: Any, like: Any) -> None:
+    """Raises ValueError, which names a place, unless optax's state fits to `like`."""
+    for path, node in tree_leaves_with_path(state, is_leaf=is_state):
+        if is_state(node):
+            raise ValueError(
+                f"state{keystr(path)} is in FP8 already, and its counterpart is not"
+            )
+    inner = jax.tree.map(
+        lambda node: unboxed(node.inner_state) if is_state(node) else node,
+        like,
+        is_leaf=is_state,
+    )
+    check_structure(state, inner, name="state", is_leaf=is_quantized)
 
 
 def _converted(path: Any, like: Any, new: Any) -> Any:

@@ -1,9 +1,10 @@
 """The first state of a transformation, with its moving averages in 8 bits."""
 
+import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +16,14 @@ from jax.interpreters import partial_eval as pe
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 from coat_jax import serialization
+from coat_jax.optimizers.codec import quantized
 from coat_jax.optimizers.moment import KNOWN, SIGNED, Moment
 from coat_jax.optimizers.places import Path, field_of, fields_of
 from coat_jax.optimizers.sharding import nbytes, zeros_like
 from coat_jax.optimizers.state import VERSION, Layout, QuantizedState, Rounding
-from coat_jax.optimizers.trees import by_path, in_boxes, is_box, unboxed
+from coat_jax.optimizers.trees import by_path, in_boxes, is_box, is_quantized, unboxed
 from coat_jax.programs.graph import dependences
+from coat_jax.programs.primitives import Operand
 from coat_jax.quantization.granularity import PerGroup
 
 # Parameters of fewer elements have float32 moments. These are the scales of norms and
@@ -80,7 +83,7 @@ def initial_state(
     of_ratios = _averages_of_ratios(inner, wide, abstract, by_default)
     moments |= dict.fromkeys(of_ratios, SIGNED)
     layout = Layout(tuple(moments.items()), choices.rounding)
-    chosen, unknown, named = {}, set(), []
+    chosen, unknown, named = {}, set(), set()
     for path, leaf in leaves:
         field, place = field_of(path, leaf.shape, arrays_by_path, fields)
         if field not in fields or not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -88,14 +91,21 @@ def initial_state(
         record, name = fields[field], field[-1].name
         if field in moments:
             chosen[path] = place, moments[field] if allowed[place] else None
-            named += [path] if name not in KNOWN.get(record, {}) else []
+            named |= {path} if name not in KNOWN.get(record, {}) else set()
         elif choices.of(record, name) == "unknown" and allowed[place]:
             unknown.add((record, name))
-    _check_zero(inner, arrays, named)
+    paths = [path for path, _ in leaves]
+    nonzero = chosen.keys() - _zeros_at_first(inner, arrays, program, paths, chosen)
+    for path in sorted(nonzero & named, key=keystr):
+        raise ValueError(
+            f"moments names {keystr(path)}, which does not start at zero: only moving "
+            "averages can be kept in 8 bits"
+        )
     _warn_of(unknown)
-    rest = [path for path, _ in leaves if path not in chosen]
-    wanted = [path not in chosen for path, _ in leaves]
-    values = dict(zip(rest, _initial(program, arrays, wanted), strict=True))
+    wanted = [path not in chosen or path in nonzero for path in paths]
+    computed = itertools.compress(paths, wanted)
+    values = dict(zip(computed, _initial(program, arrays, wanted), strict=True))
+    first = {path: values[path] for path in nonzero}
     dtypes = {path: leaf.dtype for path, leaf in leaves}
     zeros = _shared(zeros_like)
     wide = _not_smaller(chosen, arrays_by_path, choices.granularity, dtypes)
@@ -103,7 +113,8 @@ def initial_state(
         param, dtype = arrays_by_path[place], dtypes[path]
         moment = None if place in wide else moment
         values[path] = zeros(param, moment, choices.granularity, dtype)
-    state = treedef.unflatten([values[path] for path, _ in leaves])
+    state = treedef.unflatten([values[path] for path in paths])
+    state = _started(state, first, layout) if first else state
     state = in_boxes(state, by_path(params, is_leaf=is_box))
     zero = jnp.zeros([], jnp.int32)
     return QuantizedState(state, zero, zero + VERSION, layout)
@@ -218,22 +229,67 @@ def _check_names(moments: Mapping, fields: dict[Path, str]) -> None:
             )
 
 
-def _check_zero(inner: Any, params: Any, paths: list[Path]) -> None:
-    """Raises ValueError unless the averages at these paths start at zero.
+def _zeros_at_first(
+    inner: optax.GradientTransformation,
+    params: Any,
+    program: core.ClosedJaxpr,
+    paths: Sequence[Path],
+    chosen: Collection[Path],
+) -> set[Path]:
+    """Returns the paths of a state's arrays that are zero before the first step.
 
-    The paths are of fields that the caller named and `KNOWN` does not list.
+    Arrays that are not `chosen` may be missing.
+
+    Args:
+      inner: The transformation.
+      params: The parameters.
+      program: The program of `inner.init`.
+      paths: The paths of its results, in their order.
+      chosen: The paths to look at.
     """
-    if not paths:
-        return
+    zeros = {
+        v
+        for eqn in program.jaxpr.eqns
+        if eqn.primitive.name == "broadcast_in_dim" and _is_zero(eqn.invars[0])
+        for v in eqn.outvars
+    }
+    results = program.jaxpr.outvars
+    sure = {
+        path
+        for path, v in zip(paths, results, strict=True)
+        if (_is_zero(v) if isinstance(v, core.Literal) else v in zeros)
+    }
+    if sure.issuperset(chosen):
+        return sure
     with jax.ensure_compile_time_eval():
         small = jax.tree.map(lambda p: jnp.ones((1,) * np.ndim(p)), params)
         values = by_path(inner.init(small))
-        other = [path for path in paths if jnp.any(values[path] != 0)]
-    if other:
-        raise ValueError(
-            f"moments names {keystr(other[0])}, which does not start at zero: only "
-            "moving averages can be kept in 8 bits"
-        )
+        return {path for path in paths if not jnp.any(values[path])}
+
+
+def _is_zero(v: Operand) -> bool:
+    return isinstance(v, core.Literal) and np.ndim(v.val) == 0 and v.val == 0
+
+
+def _started(state: Any, values: Mapping[Path, Any], layout: Layout) -> Any:
+    """Replaces the averages at some paths of a state of zeros by float32 values."""
+    leaves, treedef = jax.tree.flatten_with_path(state, is_leaf=is_quantized)
+    wide = [
+        values.get(path, jnp.zeros(x.shape) if is_quantized(x) else x)
+        for path, x in leaves
+    ]
+    new = quantized(treedef.unflatten(wide), state, layout)
+    pairs = zip(leaves, treedef.flatten_up_to(new), strict=True)
+    return treedef.unflatten(
+        jax.tree.map(_placed_like, x, zero) if path in values else zero
+        for (path, zero), x in pairs
+    )
+
+
+def _placed_like(x: Any, zero: Any) -> Any:
+    """Returns an array on the devices of another one."""
+    is_traced = isinstance(zero, jax.core.Tracer) or isinstance(x, jax.core.Tracer)
+    return x if is_traced else jax.device_put(x, zero.sharding)
 
 
 def _warn_of(unknown: set[tuple[str, str]]) -> None:

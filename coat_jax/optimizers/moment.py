@@ -52,7 +52,9 @@ class Moment:
 
 # A mean of gradients. Gradients change their sign, so that small elements need no
 # precision of their own, and one k serves all groups. An element below 1/480 of the
-# group's amax is rounded to 1/480 of the amax or to zero; the mean is right.
+# group's amax is rounded to 1/480 of the amax or to zero; the mean is right. The noise
+# of 1 / (1 - decay) steps adds up: of gradients with a mean of zero, the average has a
+# relative error of 4% with a decay of 0.9, 13% with 0.99, and 42% with 0.999.
 SIGNED = Moment(format=E4M3, power=2.0)
 # A mean of squares. Updates divide by its root.
 SQUARES = Moment(format=UE4M4, squares=True)
@@ -72,14 +74,15 @@ KNOWN: Mapping[str, Mapping[str, Moment | None]] = {
     "MuonState": {"mu": SIGNED},
     "ScaleByRmsState": {"nu": SQUARES},
     "ScaleByRmsWithCountState": {"nu": SQUARES},
-    "ScaleByRStdDevState": {"mu": SIGNED, "nu": SQUARES},
-    "ScaleByRStdDevWithCountState": {"mu": SIGNED, "nu": SQUARES},
+    # Updates divide by the root of nu - mu ** 2, which codes may make negative.
+    "ScaleByRStdDevState": {"mu": None, "nu": None},
+    "ScaleByRStdDevWithCountState": {"mu": None, "nu": None},
     "ScaleByAdamState": {"mu": over_root("nu"), "nu": SQUARES},
     "ScaleByAmsgradState": {"mu": over_root("nu"), "nu": SQUARES, "nu_max": None},
     "ScaleByBeliefState": {"mu": over_root("nu"), "nu": SQUARES},
     "ScaleByAdemamixState": {
         "m1": over_root("nu"),
-        "m2": over_root("nu"),
+        "m2": None,  # A mean over 10,000 steps by default: see `SIGNED`.
         "nu": SQUARES,
     },
     "ScaleBySimplifiedAdEMAMixState": {"m": over_root("n"), "n": SQUARES},

@@ -32,12 +32,16 @@ def with_quantized_state(
     averages and how to store them. For others, name the fields in `moments`.
     Counts, keys and copies of parameters are not quantized.
 
-    An average over any number of steps follows the same average in float32. Its codes
-    are rounded stochastically, so that no average stalls, however little a step moves
-    it, and each rounding is right on average. The random bits are a function of the
-    step, the parameter's path and the element. Under jit they are the same for every
-    sharding, and a resumed run repeats them. Within `shard_map` they depend on the
-    position within the shard.
+    An average follows the same average in float32: codes are rounded stochastically, so
+    that no average stalls, however little a step moves it, and each rounding is right
+    on average. The random bits are a function of the step, the parameter's path and the
+    element. Under jit they are the same for every sharding, and a resumed run repeats
+    them. Within `shard_map` they depend on the position within the shard.
+
+    The noise of a first moment grows with the steps that it averages over. If gradients
+    have a mean of zero, its relative error is 4% for a decay of 0.9, 13% for 0.99 and
+    42% for 0.999. So the slow average of AdEMAMix stays in float32, and so do the
+    averages of centered RMSProp, which subtracts one from the other.
 
     Args:
       inner: Any transformation with a state that has the parameters' structure.

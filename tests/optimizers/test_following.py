@@ -134,6 +134,31 @@ def test_first_moments_follow_as_well(b1, make):
     assert quiet == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("decay", "error"),
+    [(0.9, 0.04), (0.99, 0.13), pytest.param(0.999, 0.42, marks=pytest.mark.slow)],
+)
+def test_noise_of_a_first_moment_grows_with_its_decay(decay, error):
+    inner = optax.ema(decay, debias=False)
+    tx = coat.with_quantized_state(inner)
+
+    def step(states, i):
+        g = jax.random.normal(jax.random.fold_in(jax.random.key(1), i), (64, 128))
+        states = tx.update(g, states[0])[1], inner.update(g, states[1])[1]
+        return states, None
+
+    steps = jnp.arange(int(4 / (1 - decay)))
+    zeros = jnp.zeros((64, 128))
+    run = jax.jit(
+        lambda states: jax.lax.scan(step, states, steps)[0], compiler_options=OPTIMIZED
+    )
+    mine, theirs = run((tx.init(zeros), inner.init(zeros)))
+    expected = np.asarray(theirs.ema)
+    difference = np.asarray(coat.to_optax_state(mine).ema) - expected
+    actual = np.linalg.norm(difference) / np.linalg.norm(expected)
+    assert actual == pytest.approx(error, rel=0.15)
+
+
 def test_log8_is_as_near():
     mean, error, _ = ratios("stationary", 0.999, steps=2000, nu_format=coat.LOG8)
     assert mean == pytest.approx(1, abs=0.02)

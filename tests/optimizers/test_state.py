@@ -126,6 +126,24 @@ def test_moments_themselves_are_converted():
     np.testing.assert_allclose(exact.nu.dequantize(), theirs.nu, rtol=0.4)
 
 
+@pytest.mark.parametrize(
+    ("around", "tree"),
+    [
+        (lambda tx: optax.chain(optax.clip(1.0), tx), lambda state: state),
+        (lambda tx: tx, lambda state: (PARAMS, state)),
+        (lambda tx: optax.masked(tx, True), lambda state: {"a": state, "b": (1, 2)}),
+    ],
+    ids=["chain", "tuple", "masked"],
+)
+@pytest.mark.parametrize("make", [optax.adamw, optax.lion, optax.scale_by_adam])
+def test_states_within_tuples_are_converted(make, around, tree):
+    """The state of `optax.adamw` is a plain tuple, as the state of a chain is."""
+    inner = make() if make is optax.scale_by_adam else make(1e-3)
+    like = tree(around(coat.with_quantized_state(inner)).init(PARAMS))
+    converted = coat.from_optax_state(tree(around(inner).init(PARAMS)), like)
+    assert jax.eval_shape(lambda: converted) == jax.eval_shape(lambda: like)
+
+
 def test_other_leaves_and_states_without_adam_stay():
     state = {"step": 3, "sgd": optax.sgd(1e-2, momentum=0.9).init(PARAMS)}
     assert_same_bits(coat.to_optax_state(state["sgd"]), state["sgd"])
