@@ -14,6 +14,9 @@ from coat_jax.optimizers.wrapper import with_quantized_state
 from coat_jax.quantization.formats import E4M3, UE4M4, Format
 from coat_jax.quantization.granularity import PerGroup
 
+# With a smaller b2 the error of updates is larger than without `normalize_mu`.
+_SMALLEST_B2 = 0.2
+
 
 def scale_by_fp8_adam(
     b1: float = 0.9,
@@ -73,8 +76,8 @@ def scale_by_fp8_adam(
         parameter's moments stay in float32. None quantizes every parameter that is
         large enough.
       normalize_mu: Whether to store the first moment divided by the square root of the
-        second. False stores the first moment itself with a k for each group, as COAT
-        does.
+        second, for a b2 of 0.2 or more. False stores the first moment itself with a k
+        for each group, as COAT does.
       mu_format: The format of the first moment, which must have a sign.
       nu_format: The format of the second moment.
       granularity: Groups along the last axis that share a scale and an exponent.
@@ -87,8 +90,9 @@ def scale_by_fp8_adam(
 
     Raises:
       ValueError: If `granularity` is not `PerGroup`, since a moment could then not be
-        sharded like its parameter; if a format is not a `coat.Format`; or if
-        `mu_format` has no sign. `init` raises it for complex parameters.
+        sharded like its parameter; if a format is not a `coat.Format`; if
+        `mu_format` has no sign; or if `b2` is below 0.2 with `normalize_mu`. `init`
+        raises it for complex parameters.
 
     Examples:
       >>> import coat_jax as coat, jax.numpy as jnp, optax
@@ -124,6 +128,12 @@ def _quantized_adam(
             raise ValueError(f"{name} must be a coat format, got {format!r}")
     if not mu_format.signed:
         raise ValueError(f"mu_format must have a sign, got {mu_format}")
+    if normalize_mu and isinstance(adam.b2, int | float) and adam.b2 < _SMALLEST_B2:
+        raise ValueError(
+            f"b2 must be at least {_SMALLEST_B2} with normalize_mu=True, got "
+            f"{adam.b2}: the first moment divided by the root of the second would have "
+            "no bound; pass normalize_mu=False"
+        )
     mu = over_root("nu", mu_format) if normalize_mu else Moment(format=mu_format)
     moments = {"mu": mu, "nu": Moment(format=nu_format, squares=True)}
     inner = adam.transformation(mu_dtype)
@@ -173,7 +183,7 @@ def fp8_adamw(
       quantize_mask: The parameters with moments that may be quantized: a tree or a
         function like `mask`. None means all.
       normalize_mu: Whether to store the first moment divided by the square root of the
-        second.
+        second, for a b2 of 0.2 or more.
       mu_format: The format of the first moment, which must have a sign.
       nu_format: The format of the second moment.
       granularity: Groups along the last axis that share a scale and an exponent.

@@ -34,6 +34,7 @@ from coat_jax.optimizers.state import (
     next_state,
 )
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
+from coat_jax.quantization.array import step_without_derivatives
 from coat_jax.quantization.formats import E4M3, UE4M4
 from coat_jax.quantization.granularity import PerGroup
 from pallas_kernels import AdamScalars, Moments
@@ -278,6 +279,10 @@ def _fused_leaves(
 
     fitting = [j for j, leaf in enumerate(rows) if leaf.fits]
     fitting.sort(key=lambda j: rows[j].mu.scale.size)
+    grads = step_without_derivatives([rows[j].grad for j in fitting])
+    rows = [*rows]
+    for j, grad in zip(fitting, grads, strict=True):
+        rows[j] = rows[j]._replace(grad=grad)
     groups = [[i] for i in range(len(fitting))]
     if not devices.has_hopper():
         codes = [rows[j].mu.codes for j in fitting]

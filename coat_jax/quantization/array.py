@@ -14,6 +14,7 @@ Optimizers store the scales of moments in float32; see `coat_jax.optimizers.mome
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -223,6 +224,7 @@ def quantize_moment(
       power: The k of all groups, or None to give each group its own k.
       noise: 32 random bits for each element, or None to round to the nearest code.
     """
+    x = step_without_derivatives(x)
     largest, groups = _largest(x, granularity)
     # The last term makes the scale NaN where the amax is not finite.
     scale = jnp.maximum(largest * (1 / format.max), TINY) + largest * 0.0
@@ -295,23 +297,45 @@ def _encoded(
     )
 
 
-@jax.custom_jvp
-def undifferentiated(x: Array) -> Array:
-    """Returns `x`; differentiating it raises NotImplementedError.
+_WITHOUT_DERIVATIVES = (
+    "quantized numbers have no derivatives: what fp8_remat, fp8_dot_general and the "
+    "FP8 recipes compute can be differentiated once, and backward; elsewhere quantize "
+    "jax.lax.stop_gradient(x)"
+)
+_STEPS_WITHOUT_DERIVATIVES = (
+    "steps with moments in 8 bits have no derivatives: in inner loops take the "
+    "optimizer of optax, or quantize_mask=False; elsewhere pass "
+    "jax.lax.stop_gradient(gradients)"
+)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def undifferentiated(x: Any, reason: str = _WITHOUT_DERIVATIVES) -> Any:
+    """Returns a tree of arrays; differentiating it raises NotImplementedError.
 
     It marks arrays before quantization, which has no derivative rule of its own. Within
     a custom_vjp the error occurs only if a gradient is differentiated again.
+
+    Args:
+      x: The arrays.
+      reason: The message of the error.
     """
+    del reason
     return x
 
 
 @undifferentiated.defjvp
-def _(primals, tangents):
-    raise NotImplementedError(
-        "quantized numbers have no derivatives: what fp8_remat, fp8_dot_general and "
-        "the FP8 recipes compute can be differentiated once, and backward; elsewhere "
-        "quantize jax.lax.stop_gradient(x)"
-    )
+def _(reason, primals, tangents):
+    raise NotImplementedError(reason)
+
+
+def step_without_derivatives(grads: Any) -> Any:
+    """Returns gradients; differentiating a step by them raises NotImplementedError.
+
+    Codes of moments have no tangents, so that derivatives through the state of a step
+    would be lost.
+    """
+    return undifferentiated(grads, _STEPS_WITHOUT_DERIVATIVES)
 
 
 def dequantize(q: QuantizedArray) -> Float[Array, "..."]:

@@ -128,3 +128,49 @@ def test_the_factories_sign_as_optax_does():
     assert ours == theirs
     partial = functools.partial(coat.fp8_adamw, b1=0.8)
     assert isinstance(partial(1e-3), optax.GradientTransformation)
+
+
+@pytest.mark.parametrize("by", ["gradients", "state"])
+@pytest.mark.parametrize(
+    "make",
+    [coat.fp8_adamw, lambda rate: coat.with_quantized_state(optax.adam(rate))],
+    ids=["fp8_adamw", "with_quantized_state"],
+)
+def test_steps_refuse_derivatives_that_codes_would_lose(make, by):
+    tx, params = make(1e-2), jnp.ones(SHAPE)
+    state, grads = tx.init(params), jnp.asarray(gradients(0))
+
+    def loss(scale):
+        after = tx.update(scale * grads, state, params)[1]
+        updates, _ = tx.update(grads, after, params)
+        return updates.sum()
+
+    def of_step(scale):
+        return tx.update(scale * grads, state, params)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="moments in 8 bits"):
+        jax.grad(loss if by == "state" else of_step)(1.0)
+
+
+def test_steps_in_float32_have_derivatives():
+    options = {"eps": 1e-4, "weight_decay": 0.0}
+    mine = coat.fp8_adamw(1e-2, quantize_mask=False, **options)
+    theirs = optax.adamw(1e-2, **options)
+
+    def loss(scale, tx):
+        params, state = jnp.ones(SHAPE), tx.init(jnp.ones(SHAPE))
+        for seed in range(2):
+            grads = scale * jnp.asarray(gradients(seed)) + params
+            updates, state = tx.update(grads, state, params)
+            params += updates
+        return jnp.square(params).sum()
+
+    actual, expected = (jax.grad(loss)(0.5, tx) for tx in (mine, theirs))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("b2", [0.0, 0.1])
+def test_a_small_b2_needs_the_first_moment_itself(b2):
+    with pytest.raises(ValueError, match=r"b2 must be at least 0\.2 .* got 0\."):
+        coat.fp8_adamw(1e-3, b2=b2)
+    coat.fp8_adamw(1e-3, b2=b2, normalize_mu=False)
