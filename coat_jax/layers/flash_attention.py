@@ -153,7 +153,11 @@ def _statistics_of(q: Array) -> tuple[int, ...]:
 
 
 def _axes_of_mask(q: Array, mask: Array | None) -> Axes | None:
-    """Returns the axes of a mask [#b, #m, #g, s, t]."""
+    """Returns the names of the axes of a mask [#b, #m, #g, s, t]; None without a mask.
+
+    The axes are sequences, key heads, query heads of a key head, queries and keys. An
+    axis of length one has no name.
+    """
     if mask is None:
         return None
     names = ["b", *HeadAxes.of(q).heads]

@@ -14,7 +14,7 @@ from coat_jax.optimizers.wrapper import with_quantized_state
 from coat_jax.quantization.formats import E4M3, UE4M4, Format
 from coat_jax.quantization.granularity import PerGroup
 
-# With a smaller b2 the error of updates is larger than without `normalize_mu`.
+# Below it updates have a larger error than with `normalize_mu=False`.
 _SMALLEST_B2 = 0.2
 
 

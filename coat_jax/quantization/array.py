@@ -193,7 +193,12 @@ def _check(x: Any, format: Any, granularity: Any, noise: Any) -> None:
 
 
 def _expansion(expand: Any) -> tuple[bool, float]:
-    """Returns whether each group has its own k, and the k of all groups otherwise."""
+    """Reads the argument `expand` of `quantize`.
+
+    Returns:
+      Whether each group has its own exponent k of the range expansion, and the k of all
+      groups otherwise; 1 means no expansion.
+    """
     if isinstance(expand, bool | np.bool_):
         return bool(expand), 1.0
     if not is_positive_number(expand):

@@ -266,7 +266,7 @@ class _Program:
         self._keep_products(eqn.outvars)
 
     def _keep_products(self, variables: Sequence[core.Var]) -> None:
-        """Forgets the matmul results among `variables` that have several readers."""
+        """Marks matmul results with several readers as written in their own dtype."""
         for var in variables:
             if self._readers.get(var, 0) > 1 and var in self.values:
                 self._products.discard(self.values[var].held)

@@ -19,10 +19,10 @@ KEPT = 64
 def outlined(fn: Callable) -> Callable:
     """Wraps `fn` so that it is traced once for each combination of argument types.
 
-    In a program the wrapped function is one jitted call. The call returns neither its
-    arguments nor the same result twice, because a loop would stack these results again.
-    If no argument is traced into a program, `fn` is called directly. `fn` must close
-    over no tracers.
+    In a program the wrapped function is one jitted call. An argument that `fn` returns,
+    and a result that it returns twice, are no results of the call, because a loop would
+    stack each of them. If no argument is traced into a program, `fn` is called
+    directly. `fn` must close over no tracers.
     """
     called, jitted = functools.lru_cache(maxsize=KEPT)(_called), jax.jit(fn)
 

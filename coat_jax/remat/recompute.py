@@ -76,10 +76,11 @@ class Derivation:
         return Known()
 
     def keep(self, arrays: Iterable[core.Var]) -> set[core.Var]:
-        """Adds arrays that are kept unquantized, and the arrays that follow.
+        """Adds arrays that are saved unquantized to the known ones.
 
-        Returns the arrays that must be saved. An array need not be saved if moving or
-        converting another saved array gives it.
+        Arrays that can be computed from them alone become known, too. Returns the
+        arrays that must be saved. An array need not be saved if moving or converting
+        another saved array gives it.
         """
         saved = set()
         for var in sorted(arrays, key=self._order.__getitem__):

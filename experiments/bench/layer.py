@@ -83,7 +83,7 @@ class Compiled(NamedTuple):
     known: Row
 
     def state(self, params: nnx.State) -> LayerState:
-        """Returns the first argument of the programs: parameters and new histories."""
+        """Returns the state of a layer: parameters, and new histories of amaxes."""
         return LayerState(params, first_histories(self.histories))
 
 

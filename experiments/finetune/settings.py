@@ -208,7 +208,7 @@ def settings(overrides: dict[str, Any]) -> FinetuneSettings:
 
 
 def _of_folder(overrides: dict[str, Any]) -> FinetuneSettings:
-    """Returns the settings of a training from a Hugging Face folder."""
+    """Returns the settings for fine-tuning a model of a Hugging Face folder."""
     if "base_recipe" in overrides:
         raise ValueError("--base-recipe needs a --base")
     values = _DEFAULTS | _OF_FOLDER

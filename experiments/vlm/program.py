@@ -201,7 +201,7 @@ class Study:
         }
 
     def write(self) -> None:
-        """Writes the results file with all trainings so far, unless there is none."""
+        """Writes all trainings so far to the results file, if the study has a file."""
         if self._out is None:
             return
         summary = summarize(self._rows)

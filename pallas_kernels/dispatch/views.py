@@ -157,9 +157,10 @@ def _is_reshape(eqn: Any) -> bool:
 
 
 def _types(steps: Sequence[_Step], returns: Sequence[Any]) -> dict[_Value, Any]:
-    """Returns the types with which other steps read results of kernels and barriers.
+    """Returns the type that each result of a kernel or a barrier is read as.
 
-    Reads by kernels do not count, because kernels take arrays of any shape.
+    It is the type of the operand in the next step that reads the result. Kernels do not
+    count as readers, because they take arrays of any shape.
     """
     types: dict[_Value, Any] = {}
 

@@ -144,6 +144,6 @@ def test_exponents_that_orbax_does_not_miss_are_missed_by_the_first_step(tmp_pat
 
 
 def test_a_pickle_of_version_0_names_the_commit_that_reads_it():
-    """Pickles name the module in which a class was."""
+    """The error of reading it has the commit, from the class that the pickle names."""
     with pytest.raises(ValueError, match=r"ScaleByFP8AdamState.*its commit 688c8db"):
         pickle.loads(b"ccoat_jax.state\nScaleByFP8AdamState\n.")

@@ -127,7 +127,7 @@ def test_parameters_may_be_numbers_of_python():
 
 
 def test_optimizers_may_be_compiled_before():
-    """Dependences are found in another trace than the one that runs."""
+    """A jitted update is traced once to see what it reads, and again for the step."""
     adam = coat.scale_by_fp8_adam()
     compiled = optax.GradientTransformation(adam.init, jax.jit(adam.update))
     tx = optax.chain(compiled, optax.scale(-1e-3))

@@ -175,7 +175,7 @@ def pad_groups(
 def _sources(
     group_sizes: Int[Array, " groups"], padded: Int[Array, " count"]
 ) -> tuple[Int[Array, " count"], Int[Array, " count"]]:
-    """Finds the rows that a padded array has at some of its rows.
+    """Finds the row of the unpadded array for some rows of the padded array.
 
     Args:
       group_sizes: The number of rows of each group, without padding.

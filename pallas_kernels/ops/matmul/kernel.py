@@ -51,8 +51,9 @@ def run(
 ) -> tuple[Array, ...]:
     """Computes the matmul a @ b.T of a [m, k] and b [n, k].
 
-    Instead of [n, k], one of them can be [parts, n, groups, c], if c is a multiple of
-    128. Then k has the order of groups, parts and c.
+    Either of them can be stored as [parts, rows, groups, c] instead of [rows, k], with
+    k = groups * parts * c, if c is a multiple of 128. The columns are then in the order
+    of groups, within a group in the order of parts, and within a part in the order of c.
 
     The scales of a and b have these shapes:
 

@@ -101,8 +101,9 @@ class Walk:
     def step_at(self, position: Array, number: Array | int) -> tuple[Array, Array]:
         """Returns the tile and the step at a position among the steps of all tiles.
 
-        `number` is a tile to search from: it has this position, or its last step is
-        before this position by at most the number of stages.
+        `number` is a tile to search from, for tiles with different numbers of steps.
+        The position is in this tile, or at most as many steps after it as there are
+        stages in the pipeline.
         """
         del number  # All tiles have the same number of steps.
         return lax.div(position, self.steps), lax.rem(position, self.steps)
