@@ -243,7 +243,7 @@ def test_known_averages_start_where_optax_starts_them(make, change):
 
 
 def test_a_variance_stays_in_float32():
-    """With a mean of 3 and a deviation of 1, codes would make it negative."""
+    """Codes would make it negative, for a mean of 3 and a deviation of 1."""
     inner = optax.rmsprop(1e-2, centered=True)
     tx = coat.with_quantized_state(inner)
     states = tx.init(PARAMS), inner.init(PARAMS)

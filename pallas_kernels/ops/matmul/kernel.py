@@ -52,8 +52,8 @@ def run(
     """Computes the matmul a @ b.T of a [m, k] and b [n, k].
 
     Either of them can be stored as [parts, rows, groups, c] instead of [rows, k], with
-    k = groups * parts * c, if c is a multiple of 128. The columns are then in the order
-    of groups, within a group in the order of parts, and within a part in the order of c.
+    k = groups * parts * c, if c is a multiple of 128. The order of columns is then the
+    order of groups, within a group of parts, and within a part of c.
 
     The scales of a and b have these shapes:
 
