@@ -21,7 +21,8 @@ _LARGEST_TOKENIZER = 2**28
 def load_tokenizer(path: str | os.PathLike) -> "Tokenizer":
     """Loads the tokenizer of a folder from tokenizer.json.
 
-    The function needs the library tokenizers, which the extra "hf" installs.
+    The tokenizer neither cuts nor pads texts, even if the program that wrote the file
+    did. The function needs the library tokenizers, which the extra "hf" installs.
 
     Args:
       path: The path of the folder.
@@ -45,9 +46,12 @@ def load_tokenizer(path: str | os.PathLike) -> "Tokenizer":
     text = read_bytes(Path(path), name, _LARGEST_TOKENIZER)
     tokenizers = _imported("tokenizers")
     try:
-        return tokenizers.Tokenizer.from_buffer(text)
+        tokenizer = tokenizers.Tokenizer.from_buffer(text)
     except Exception as error:  # The library raises exceptions of no narrower class.
         raise ValueError(f"{name} is no tokenizer: {shown(str(error))}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class ChatTemplate:

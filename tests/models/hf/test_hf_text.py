@@ -114,6 +114,16 @@ def sentence_pieces():
     return tokenizer
 
 
+@pytest.mark.parametrize("text", ["H", "Hello world, hello world"])
+def test_tokenizers_neither_cut_nor_pad_texts(tmp_path, text):
+    tokenizer = byte_level()
+    ids = tokenizer.encode(text).ids
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=3, pad_token="<|end|>")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert hf.load_tokenizer(tmp_path).encode(text).ids == ids
+
+
 @pytest.mark.parametrize("make", [byte_level, sentence_pieces])
 def test_the_bytes_of_tokens_are_the_text(make):
     tokenizer = make()
