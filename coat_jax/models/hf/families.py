@@ -36,13 +36,18 @@ class Family:
       model_type: The name in config.json.
       architecture: The class of the family's causal language model.
       fields: The fields of `LlamaConfig` that all models of the family share.
-      defaults: The values of keys that a config.json lacks.
+      rope_theta: The base of RoPE if a config.json has none.
+      local_rope_theta: The base in local layers if a config.json has none; None for
+        families with one RoPE for all layers.
+      defaults: The values of other keys that a config.json lacks.
       experts: The names of experts; None for families without experts.
     """
 
     model_type: str
     architecture: str
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     experts: "ExpertNames | None" = None
 
@@ -83,10 +88,10 @@ FAMILIES = {
         Family(
             model_type="mixtral",
             architecture="MixtralForCausalLM",
+            rope_theta=1e6,
             defaults={
                 "num_key_value_heads": 8,
                 "rms_norm_eps": 1e-5,
-                "rope_theta": 1e6,
                 "num_experts_per_tok": 2,
                 "norm_topk_prob": True,
             },
@@ -131,7 +136,9 @@ FAMILIES = {
             model_type="gemma3_text",
             architecture="Gemma3ForCausalLM",
             fields=_GEMMA | {"qk_norm": "head"},
-            defaults=_OF_GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+            rope_theta=1e6,
+            local_rope_theta=1e4,
+            defaults=_OF_GEMMA,
         ),
         Family(
             model_type="olmo2",

@@ -1,0 +1,142 @@
+"""Tests how a config.json is read, against the values that transformers reads."""
+
+import pytest
+
+from coat_jax.layers.rope import RopeScaling
+from coat_jax.models.hf import config as configs
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+LENGTH = {"original_max_position_embeddings": 16}
+
+
+def read(model_type="llama", **values):
+    return configs.read({"model_type": model_type, **SIZES, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "theta", "scaling"),
+    [
+        ({}, 1e4, None),
+        ({"rope_theta": 500, "rope_scaling": LINEAR}, 500, "linear"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 1e4, "linear"),
+        ({"rope_scaling": LINEAR | {"rope_theta": 500.0}}, 500, "linear"),
+        ({"rope_parameters": LINEAR | {"rope_theta": 500.0}}, 500, "linear"),
+        ({"rope_parameters": {"type": "linear", "factor": 4.0}}, 1e4, "linear"),
+        ({"rope_theta": 500, "rope_parameters": {"type": "default"}}, 500, None),
+        ({"rope_parameters": LINEAR, "rope_scaling": LINEAR}, 1e4, "linear"),
+        ({"rope_scaling": LLAMA3 | LENGTH}, 1e4, "llama3"),
+        ({"rope_scaling": LLAMA3} | LENGTH, 1e4, "llama3"),
+        ({"rope_parameters": LLAMA3 | LENGTH} | LENGTH, 1e4, "llama3"),
+    ],
+)
+def test_spellings_of_rope_are_one(values, theta, scaling):
+    scalings = {
+        None: None,
+        "linear": RopeScaling(kind="linear", factor=4.0),
+        "llama3": RopeScaling(kind="llama3", factor=8.0, original_length=16),
+    }
+    config = read(**values)
+    assert config.rope_theta == theta
+    assert config.rope_scaling == scalings[scaling]
+    origin = {"model_type": "llama", **SIZES, **values, "vocab_size": 9}
+    assert configs.read(configs.written(config, origin)) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "bases"),
+    [
+        ({}, (1e6, 1e4)),
+        ({"rope_theta": 500, "rope_local_base_freq": 100}, (500, 100)),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 500.0}}}, (500, 1e4)),
+        (
+            {
+                "rope_local_base_freq": 100.0,
+                "rope_parameters": {"full_attention": {}, "sliding_attention": None},
+            },
+            (1e6, 100),
+        ),
+    ],
+)
+def test_gemma_3_has_a_base_for_each_kind_of_layer(values, bases):
+    config = read("gemma3_text", **values)
+    assert (config.rope_theta, config.local_rope_theta) == bases
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "rule"),
+    [
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "yarn"}},
+            "rope_type .* must be default, linear or llama3, got 'yarn'",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": LINEAR},
+            "rope_scaling .* must be absent or RoPE as in rope_parameters",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 500.0}, "rope_theta": 1e4},
+            r"rope_theta .* must be 500\.0, its value in another spelling, got 10000",
+        ),
+        (
+            "llama",
+            {"rope_scaling": LLAMA3 | LENGTH, "original_max_position_embeddings": 32},
+            "original_max_position_embeddings .* must be 16, .* got 32",
+        ),
+        (
+            "llama",
+            {"rope_scaling": LINEAR | {"type": "llama3"}},
+            "type .* must be linear, its value in another spelling, got 'llama3'",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"factor": 4.0}},
+            r"rope_scaling .* RoPE of the type default, got {'factor': 4\.0}",
+        ),
+        (
+            "llama",
+            {"rope_scaling": LINEAR | {"beta_fast": 32}},
+            "rope_scaling .* RoPE of the type linear, got {'beta_fast': 32}",
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": LINEAR}},
+            "rope_parameters .* must be without keys other than .* {'full_attention'",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": LINEAR},
+            "rope_parameters .* full_attention, sliding_attention for gemma3_text",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": LINEAR}},
+            "sliding_attention .* must be RoPE without scaling",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+            r"partial_rotary_factor .* must be 1, got 0\.5",
+        ),
+    ],
+)
+def test_rope_that_is_not_read_is_refused(model_type, values, rule):
+    with pytest.raises(ValueError, match=rule):
+        read(model_type, **values)
