@@ -35,6 +35,8 @@ _ONLY = {
     "is_decoder": (True, False),
     "add_cross_attention": (False,),
 }
+# The kinds of layers, in `layer_types`.
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Both spellings of the number of experts, as transformers takes them.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")
 # Keys of a loaded config.json that are dropped, because `_values` has their values,
@@ -177,32 +179,37 @@ def _gate(keys: Keys, family: Family) -> str:
 
 def _windows(keys: Keys, family: Family, num_layers: int) -> dict[str, Any]:
     """Returns the fields `window` and `local_layers`, if they are not the defaults."""
+    window = _window(keys, family)
     kinds = keys.get("layer_types")
-    if family.model_type in ("llama", "olmo2"):
-        if kinds is not None and set(kinds) != {"full_attention"}:
-            raise error("layer_types", "full_attention alone", kinds)
-        return {}
-    if family.model_type in ("mistral", "mixtral"):
-        no_window = keys.values.get("sliding_window") is None
-        return {} if no_window else {"window": keys.integer("sliding_window")}
-    if not family.is_gemma and not keys.flag("use_sliding_window"):
-        return {}
-    if not family.is_gemma and keys.get("sliding_window") is None:
-        return {}
+    if window is None or family.has_equal_layers:
+        kind = _LOCAL if window else _GLOBAL
+        if kinds not in (None, [kind] * num_layers):
+            raise error("layer_types", f"{num_layers} times {kind}", kinds)
+        return {} if window is None else {"window": window}
     if kinds is None:
         kinds = _default_kinds(keys, family, num_layers)
-    is_local = {"sliding_attention": True, "full_attention": False}
     if (
         not isinstance(kinds, list)
         or len(kinds) != num_layers
-        or not all(isinstance(kind, str) and kind in is_local for kind in kinds)
+        or not all(kind in (_LOCAL, _GLOBAL) for kind in kinds)
     ):
-        rule = f"{num_layers} times {' or '.join(is_local)}"
+        rule = f"{num_layers} times {_LOCAL} or {_GLOBAL}"
         raise error("layer_types", rule, kinds)
-    local = tuple(is_local[kind] for kind in kinds)
+    local = tuple(kind == _LOCAL for kind in kinds)
     if not family.is_gemma and not any(local):
         return {}
-    return {"window": keys.integer("sliding_window"), "local_layers": local}
+    return {"window": window, "local_layers": local}
+
+
+def _window(keys: Keys, family: Family) -> int | None:
+    """Returns the window of the family's local layers, or None."""
+    if "sliding_window" not in family.defaults:
+        return None
+    if family.model_type.startswith("qwen") and not keys.flag("use_sliding_window"):
+        return None
+    if not family.is_gemma and keys.get("sliding_window") is None:
+        return None
+    return keys.integer("sliding_window")
 
 
 def _default_kinds(keys: Keys, family: Family, num_layers: int) -> list[str]:
@@ -217,7 +224,7 @@ def _default_kinds(keys: Keys, family: Family, num_layers: int) -> list[str]:
         if type(first) is not int or first < 0:
             raise error("max_window_layers", "an integer of 0 or more", first)
         full = [i < first for i in range(num_layers)]
-    return ["full_attention" if is_full else "sliding_attention" for is_full in full]
+    return [_GLOBAL if is_full else _LOCAL for is_full in full]
 
 
 def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,7 +303,7 @@ def _values(family: Family, config: LlamaConfig) -> dict[str, Any]:
     if family.model_type.startswith("qwen"):
         values["use_sliding_window"] = config.window is not None
     if config.local_layers is not None:
-        kinds = ("full_attention", "sliding_attention")
+        kinds = (_GLOBAL, _LOCAL)
         values["layer_types"] = [kinds[is_local] for is_local in config.local_layers]
     if config.local_rope_theta is not None:
         values["rope_local_base_freq"] = config.local_rope_theta

@@ -140,3 +140,55 @@ def test_gemma_3_has_a_base_for_each_kind_of_layer(values, bases):
 def test_rope_that_is_not_read_is_refused(model_type, values, rule):
     with pytest.raises(ValueError, match=rule):
         read(model_type, **values)
+
+
+LOCAL, FULL = "sliding_attention", "full_attention"
+QWEN = {"use_sliding_window": True}
+HALVES = (False, False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "window", "local"),
+    [
+        ("qwen2", {"sliding_window": 4, "max_window_layers": 0}, None, None),
+        ("qwen2", QWEN | {"max_window_layers": 2}, 4096, HALVES),
+        ("qwen3", QWEN | {"max_window_layers": 2}, 4096, HALVES),
+        ("qwen3", QWEN | {"layer_types": [LOCAL, FULL] * 2}, 4096, (True, False) * 2),
+        ("qwen3", QWEN | {"sliding_window": None, "max_window_layers": 0}, None, None),
+        ("qwen3", QWEN, None, None),
+        ("qwen3_moe", {"sliding_window": 4}, None, None),
+        ("qwen3_moe", QWEN, 4096, None),
+        ("qwen3_moe", QWEN | {"sliding_window": 4, "max_window_layers": 2}, 4, None),
+        ("mistral", {"layer_types": [LOCAL] * 4}, 4096, None),
+        ("mixtral", {}, None, None),
+        ("llama", {"sliding_window": 4, "layer_types": [FULL] * 4}, None, None),
+    ],
+)
+def test_layers_are_local_as_in_transformers(model_type, values, window, local):
+    config = read(model_type, **values)
+    assert (config.window, config.local_layers) == (window, local)
+    assert configs.read(configs.written(config, {})) == config
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "rule"),
+    [
+        ("llama", {"layer_types": [LOCAL] * 4}, "4 times full_attention, got"),
+        ("qwen2", {"layer_types": [LOCAL] * 4}, "4 times full_attention, got"),
+        ("mistral", {"layer_types": [FULL] * 4}, "4 times sliding_attention, got"),
+        (
+            "qwen3_moe",
+            QWEN | {"layer_types": [LOCAL, FULL] * 2},
+            "4 times sliding_attention, got",
+        ),
+        (
+            "qwen3",
+            QWEN | {"layer_types": [LOCAL]},
+            "4 times sliding_attention or full_attention, got",
+        ),
+        ("gemma2", {"layer_types": [[]] * 4}, "4 times sliding_attention or full"),
+    ],
+)
+def test_layers_of_other_kinds_are_refused(model_type, values, rule):
+    with pytest.raises(ValueError, match=rf"layer_types in config.json must be {rule}"):
+        read(model_type, **values)
