@@ -81,7 +81,8 @@ def generate(
         after the prompt, whatever tokens spell them. The last token may have further
         text after the string.
       token_bytes: The bytes of each token in text, which `stop_strings` need; see
-        `coat_jax.models.hf.token_bytes`.
+        `coat_jax.models.hf.token_bytes`. Bytes of tokens beyond the vocabulary are not
+        read: some tokenizers have more tokens than the model.
       temperature: The number that divides logits, or one for each prompt; 0 always
         takes the most likely token.
       top_k: The number of the most likely tokens to choose from; None means all.

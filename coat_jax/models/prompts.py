@@ -46,27 +46,27 @@ def stop_transitions(
     """Returns the table of `stop_strings.transitions`; None without strings.
 
     Raises:
-      ValueError: If `strings` is a single string, `token_bytes` is None or longer than
-        the vocabulary, or the bytes of a token are not of the type `bytes`.
+      ValueError: If `strings` is a single string, `token_bytes` is None, or the bytes
+        of a token are not of the type `bytes`.
     """
     if isinstance(strings, str):
         raise ValueError(f"stop_strings must be a list of strings, got {strings!r}")
     if not strings:
         return None
     size = model.config.vocab_size
-    spelled = "none" if token_bytes is None else len(token_bytes)
-    if token_bytes is None or len(token_bytes) > size:
+    if token_bytes is None:
         raise ValueError(
-            f"stop_strings need token_bytes of the vocabulary of {size}, got {spelled}"
+            f"stop_strings need token_bytes of the vocabulary of {size}, got none"
         )
     for token, spelling in enumerate(token_bytes):
         if not isinstance(spelling, bytes):
             raise ValueError(
                 f"token_bytes must be bytes, got {spelling!r} for token {token}"
             )
-    # A vocabulary may be padded with tokens that no tokenizer has.
-    padded = (*token_bytes, *[b""] * (size - len(token_bytes)))
-    return jnp.asarray(stops.transitions(tuple(strings), padded))
+    # A vocabulary may be padded with tokens that no tokenizer has, and a tokenizer may
+    # have tokens that no model of text generates, such as Gemma 3's for images.
+    fitting = (*token_bytes[:size], *[b""] * (size - len(token_bytes)))
+    return jnp.asarray(stops.transitions(tuple(strings), fitting))
 
 
 def padded_prompts(

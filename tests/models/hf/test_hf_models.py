@@ -90,7 +90,7 @@ def test_saving_needs_the_files_of_the_loaded_folder(tmp_path):
     model = hf.load(folder)
     folder.rename(tmp_path / "moved")
     with pytest.raises(
-        ValueError, match=r"it lacks tokenizer\.json, vocab\.json'; noth"
+        ValueError, match=r"it lacks 'tokenizer\.json, vocab\.json'; noth"
     ):
         hf.save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
