@@ -57,12 +57,11 @@ def load_tokenizer(path: str | os.PathLike) -> "Tokenizer":
 class ChatTemplate:
     """The chat template of a folder, which renders messages as text.
 
-    The template is in chat_template.jinja or tokenizer_config.json. It runs in the
-    sandbox of jinja2, where it can neither reach internal attributes of Python objects
-    nor change its arguments. As in transformers, `tojson` escapes no HTML, and blocks
-    of `{% generation %}` render as their contents. The template has no clock, so that a
-    text is the same on each day: templates that would print today's date print their
-    default.
+    The template is in chat_template.jinja, tokenizer_config.json or chat_template.json;
+    of a list of templates it is the one with the name "default". It runs in the sandbox
+    of jinja2, where it can neither reach internal attributes of Python objects nor
+    change its arguments. As in transformers, `tools` and `documents` are none, `tojson`
+    escapes no HTML, and blocks of `{% generation %}` render as their contents.
 
     Args:
       path: The path of the folder.
@@ -119,6 +118,8 @@ class ChatTemplate:
             return self._compiled.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
                 **self._names,
             )
         except Exception as error:  # A template can raise anything, such as TypeError.

@@ -32,6 +32,18 @@ def test_chat_templates(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ tools is none }} {{ documents is none }}", "True True"),
+        ("{% if tools is not none %}[{{ tools }}]{% endif %}Hi", "Hi"),
+    ],
+)
+def test_templates_see_what_they_see_in_transformers(tmp_path, template, text):
+    write(tmp_path, template)
+    assert hf.chat_text(tmp_path, MESSAGES) == text
+
+
+@pytest.mark.parametrize(
     "template",
     [
         "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
