@@ -1,5 +1,6 @@
 """Tokenizers and chat templates of checkpoints."""
 
+import datetime
 import importlib
 import json
 import os
@@ -8,12 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from coat_jax.models.hf.folder import inside, read_bytes, read_json
+from coat_jax.models.hf.folder import read_bytes, read_json
 from coat_jax.models.hf.safetensors import shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_DATE = datetime.datetime(2024, 7, 26)
 _LARGEST_TEMPLATE = 2**20
 _LARGEST_TOKENIZER = 2**28
 
@@ -61,7 +63,9 @@ class ChatTemplate:
     of a list of templates it is the one with the name "default". It runs in the sandbox
     of jinja2, where it can neither reach internal attributes of Python objects nor
     change its arguments. As in transformers, `tools` and `documents` are none, `tojson`
-    escapes no HTML, and blocks of `{% generation %}` render as their contents.
+    escapes no HTML, and blocks of `{% generation %}` render as their contents. The
+    template has no clock: `strftime_now` always has the date 26 July 2024, which
+    templates of Llama 3 have by default.
 
     Args:
       path: The path of the folder.
@@ -81,7 +85,7 @@ class ChatTemplate:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        template, self._names = _template(Path(path))
+        template, self._names = _template(Path(path)), special_tokens(path)
         jinja2, sandbox = _imported("jinja2"), _imported("jinja2.sandbox")
 
         def raise_exception(message: str) -> None:
@@ -93,6 +97,7 @@ class ChatTemplate:
             extensions=["jinja2.ext.loopcontrols", _generation_blocks()],
         )
         environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = _DATE.strftime
         environment.filters["tojson"] = _to_json
         try:
             self._compiled = environment.from_string(template)
@@ -178,18 +183,26 @@ def _generation_blocks() -> type:
     return GenerationBlocks
 
 
-def _template(folder: Path) -> tuple[str, dict[str, str]]:
-    """Returns the chat template of a folder and the special tokens that it may name."""
-    config: dict[str, Any] = {}
-    if os.path.lexists(folder / "tokenizer_config.json"):
-        config = read_json(folder, "tokenizer_config.json")
-    template = config.get("chat_template")
+def _template(folder: Path) -> str:
+    """Returns the chat template of a folder."""
     if os.path.lexists(folder / "chat_template.jinja"):
-        file = inside(folder, "chat_template.jinja").name
-        template = read_bytes(folder, file, _LARGEST_TEMPLATE).decode(errors="replace")
-    if not isinstance(template, str):
-        raise ValueError(f"{shown(str(folder))} must have a chat template")
-    return template, special_tokens(folder)
+        text = read_bytes(folder, "chat_template.jinja", _LARGEST_TEMPLATE)
+        return text.decode(errors="replace")
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        if not os.path.lexists(folder / file):
+            continue
+        template = read_json(folder, file).get("chat_template")
+        for named in template if isinstance(template, list) else ():
+            if isinstance(named, dict) and named.get("name") == "default":
+                template = named.get("template")
+        if isinstance(template, str):
+            return template
+        if template is not None:
+            rule = 'a string, or a list with a template of the name "default"'
+            raise ValueError(
+                f"chat_template in {file} must be {rule}, got {shown(template)}"
+            )
+    raise ValueError(f"{shown(str(folder))} must have a chat template")
 
 
 def special_tokens(path: str | os.PathLike) -> dict[str, str]:

@@ -36,9 +36,10 @@ def test_chat_templates(tmp_path):
     [
         ("{{ tools is none }} {{ documents is none }}", "True True"),
         ("{% if tools is not none %}[{{ tools }}]{% endif %}Hi", "Hi"),
+        ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"),
     ],
 )
-def test_templates_see_what_they_see_in_transformers(tmp_path, template, text):
+def test_templates_see_no_tools_no_documents_and_one_date(tmp_path, template, text):
     write(tmp_path, template)
     assert hf.chat_text(tmp_path, MESSAGES) == text
 
@@ -64,10 +65,34 @@ def test_templates_that_reach_out_end_in_one_line(tmp_path, template):
         hf.chat_text(tmp_path, MESSAGES)
 
 
-@pytest.mark.parametrize("template", [None, 3, ["a"]])
-def test_folders_without_a_template(tmp_path, template):
+def test_a_list_of_templates_has_a_default(tmp_path):
+    names = {"tool_use": "tools", "default": "{{ messages | length }}"}
+    listed = [{"name": name, "template": text} for name, text in names.items()]
+    write(tmp_path, listed)
+    assert hf.chat_text(tmp_path, MESSAGES) == "2"
+
+
+def test_a_template_may_be_in_chat_template_json(tmp_path):
+    write(tmp_path, None)
+    text = json.dumps({"chat_template": "{{ bos_token }}"})
+    (tmp_path / "chat_template.json").write_text(text)
+    assert hf.chat_text(tmp_path, MESSAGES) == "<s>"
+    write(tmp_path, "{{ messages | length }}")
+    assert hf.chat_text(tmp_path, MESSAGES) == "2"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "must have a chat template"),
+        (3, "chat_template in tokenizer_config.json must be a string, .* got 3"),
+        (["a"], r"a list with a template of the name \"default\", got \['a'\]"),
+        ([{"name": ["default"]}], r"got \[{'name': \['default'\]}\]"),
+    ],
+)
+def test_folders_without_a_template(tmp_path, template, message):
     write(tmp_path, template)
-    with pytest.raises(ValueError, match="must have a chat template"):
+    with pytest.raises(ValueError, match=message):
         hf.chat_text(tmp_path, MESSAGES)
 
 
