@@ -108,10 +108,14 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
         **_experts(keys, family),
     }
     if family.is_gemma:
+        cap = keys.number_or_none("attn_logit_softcapping")
+        if family.model_type == "gemma3_text" and cap is not None:
+            # transformers has this key of Gemma 2 in Gemma 3, and ignores it.
+            raise error("attn_logit_softcapping", "null", cap)
         fields |= {
             "embedding_scale": hidden_size**0.5,
             "attention_scale": keys.number("query_pre_attn_scalar") ** -0.5,
-            "attention_softcap": keys.number_or_none("attn_logit_softcapping"),
+            "attention_softcap": cap,
             "logit_softcap": keys.number_or_none("final_logit_softcapping"),
         }
     return LlamaConfig(**fields)

@@ -91,10 +91,10 @@ def _scaling(name: str, values: Keys, outside: Keys) -> RopeScaling | None:
     )
 
 
-def _check_keys(name: str, values: Keys, known: tuple[str, ...], case: str) -> None:
+def _check_keys(name: str, values: Keys, allowed: tuple[str, ...], case: str) -> None:
     for key in values.values:
-        if key not in known and values.get(key) is not None:
-            rule = f"without keys other than {', '.join(known)} for {case}"
+        if key not in allowed and values.get(key) is not None:
+            rule = f"without keys other than {', '.join(allowed)} for {case}"
             raise error(name, rule, {key: values.get(key)})
 
 

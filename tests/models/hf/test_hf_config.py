@@ -192,3 +192,12 @@ def test_layers_are_local_as_in_transformers(model_type, values, window, local):
 def test_layers_of_other_kinds_are_refused(model_type, values, rule):
     with pytest.raises(ValueError, match=rf"layer_types in config.json must be {rule}"):
         read(model_type, **values)
+
+
+def test_gemma_3_has_no_soft_cap_of_attention():
+    assert read("gemma3_text", attn_logit_softcapping=None).attention_softcap is None
+    with pytest.raises(
+        ValueError, match=r"attn_logit_softcapping .* be null, got 2\.0"
+    ):
+        read("gemma3_text", attn_logit_softcapping=2.0)
+    assert read("gemma2", attn_logit_softcapping=2.0).attention_softcap == 2.0
