@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -25,13 +24,13 @@ from coat_jax.models import stop_strings as stops
 from coat_jax.models.llama import Llama
 from coat_jax.models.prompts import (
     Prompts,
-    check_vocabulary,
     padded_prompts,
+    stop_tokens_of,
     stop_transitions,
     temperatures_of,
 )
 from coat_jax.models.sampling import Sampling
-from pallas_kernels.checks import check_positive
+from pallas_kernels.checks import positive_int
 
 
 class Generated(NamedTuple):
@@ -81,7 +80,8 @@ def generate(
         after the prompt, whatever tokens spell them. The last token may have further
         text after the string.
       token_bytes: The bytes of each token in text, which `stop_strings` need; see
-        `coat_jax.models.hf.token_bytes`.
+        `coat_jax.models.hf.token_bytes`. Bytes of tokens beyond the vocabulary are not
+        read: some tokenizers have more tokens than the model.
       temperature: The number that divides logits, or one for each prompt; 0 always
         takes the most likely token.
       top_k: The number of the most likely tokens to choose from; None means all.
@@ -108,10 +108,9 @@ def generate(
       >>> coat.generate(model, [[1, 2, 3], [4]], max_new_tokens=5).tokens.shape
       (2, 5)
     """
-    check_positive(max_new_tokens=max_new_tokens)
+    max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
     sampling = Sampling(top_k=top_k, top_p=top_p)
-    stop_tokens = tuple(map(int, stop_tokens))
-    check_vocabulary("stop_tokens", np.array(stop_tokens, int), model)
+    stop_tokens = stop_tokens_of(stop_tokens, model)
     table = stop_transitions(stop_strings, token_bytes, model)
     tokens, starts = padded_prompts(prompts, prompt_length, model)
     temperatures, is_drawn = temperatures_of(temperature, len(tokens))

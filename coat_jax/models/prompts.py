@@ -1,6 +1,6 @@
 """Checks the inputs of a generation: prompts, temperatures and stop strings."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.models import stop_strings as stops
 from coat_jax.models.llama import Llama
+from pallas_kernels.checks import positive_int
 
 Prompts = Sequence[Sequence[int]] | Int[Array, "b p"]
 
@@ -46,27 +47,27 @@ def stop_transitions(
     """Returns the table of `stop_strings.transitions`; None without strings.
 
     Raises:
-      ValueError: If `strings` is a single string, `token_bytes` is None or longer than
-        the vocabulary, or the bytes of a token are not of the type `bytes`.
+      ValueError: If `strings` is a single string, `token_bytes` is None, or the bytes
+        of a token are not of the type `bytes`.
     """
     if isinstance(strings, str):
         raise ValueError(f"stop_strings must be a list of strings, got {strings!r}")
     if not strings:
         return None
     size = model.config.vocab_size
-    spelled = "none" if token_bytes is None else len(token_bytes)
-    if token_bytes is None or len(token_bytes) > size:
+    if token_bytes is None:
         raise ValueError(
-            f"stop_strings need token_bytes of the vocabulary of {size}, got {spelled}"
+            f"stop_strings need token_bytes of the vocabulary of {size}, got none"
         )
     for token, spelling in enumerate(token_bytes):
         if not isinstance(spelling, bytes):
             raise ValueError(
                 f"token_bytes must be bytes, got {spelling!r} for token {token}"
             )
-    # A vocabulary may be padded with tokens that no tokenizer has.
-    padded = (*token_bytes, *[b""] * (size - len(token_bytes)))
-    return jnp.asarray(stops.transitions(tuple(strings), padded))
+    # A vocabulary may be padded with tokens that no tokenizer has, and a tokenizer may
+    # have tokens that no model of text generates, such as Gemma 3's for images.
+    fitting = (*token_bytes[:size], *[b""] * (size - len(token_bytes)))
+    return jnp.asarray(stops.transitions(tuple(strings), fitting))
 
 
 def padded_prompts(
@@ -81,16 +82,16 @@ def padded_prompts(
             )
         rows = np.asarray(prompts) if _are_known(prompts) else prompts
     else:
-        rows = [_row(prompt) for prompt in prompts]
+        rows = [_row("a prompt", prompt) for prompt in prompts]
     sizes = np.array([row.shape[0] for row in rows])
     if not sizes.size or sizes.min() < 1:
         at = "no prompt" if not sizes.size else f"prompt {int(sizes.argmin())} is empty"
         raise ValueError(f"prompts must have one token or more, but {at}")
-    length = int(sizes.max()) if length is None else length
-    if sizes.max() > length:
+    longest = int(sizes.max())
+    length = longest if length is None else positive_int("prompt_length", length)
+    if longest > length:
         raise ValueError(
-            f"prompts must have at most prompt_length={length} tokens, got "
-            f"{int(sizes.max())}"
+            f"prompts must have at most prompt_length={length} tokens, got {longest}"
         )
     starts = jnp.asarray(length - sizes, jnp.int32)
     if isinstance(rows, jax.Array):
@@ -111,18 +112,31 @@ def _are_known(x: jax.Array | np.ndarray) -> bool:
     return isinstance(x, np.ndarray) or x.is_fully_addressable
 
 
-def _row(prompt: Sequence[int]) -> Int[np.ndarray, " p"]:
-    """Returns a prompt as an array.
+def stop_tokens_of(tokens: Collection[int], model: Llama) -> tuple[int, ...]:
+    """Returns the stop tokens as integers.
 
     Raises:
-      ValueError: If the prompt is not a sequence of integers.
+      ValueError: If they are not a sequence or a set of integers, or one is not in the
+        vocabulary.
     """
-    row = np.asarray(prompt)
+    tokens = sorted(tokens) if isinstance(tokens, set | frozenset) else tokens
+    row = _row("stop_tokens", tokens)
+    check_vocabulary("stop_tokens", row, model)
+    return tuple(row.tolist())
+
+
+def _row(name: str, tokens: Sequence[int]) -> Int[np.ndarray, " p"]:
+    """Returns tokens as an array.
+
+    Raises:
+      ValueError: If the tokens are not a sequence of integers.
+    """
+    row = np.asarray(tokens)
     integers = np.issubdtype(row.dtype, np.integer) or not row.size
     if row.ndim != 1 or not integers:
         raise ValueError(
-            f"a prompt must be a sequence of integers, got {row.dtype} "
-            f"{list(row.shape)}: {str(prompt)[:40]}"
+            f"{name} must be a sequence of integers, got {row.dtype} "
+            f"{list(row.shape)}: {str(tokens)[:40]}"
         )
     return row
 

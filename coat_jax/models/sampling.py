@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from pallas_kernels.checks import positive_int
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -21,8 +23,8 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be positive, got {self.top_k}")
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", positive_int("top_k", self.top_k))
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from coat_jax.layers.experts.routing import Experts
 from coat_jax.layers.rope import RopeScaling
 from coat_jax.models.hf.families import FAMILIES, Family
-from coat_jax.models.hf.safetensors import shown
+from coat_jax.models.hf.keys import Keys, error
+from coat_jax.models.hf.rope import rope_fields
 from coat_jax.models.llama import LlamaConfig
 
 _GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 _DTYPES = ("float32", "bfloat16", "float16")
-# The largest size of anything; a config.json must not make the library loop for long.
-_LARGEST = 2**31
+# A config.json must not make the library loop for long.
 _MOST_LAYERS = 10_000
 _MOST_EXPERTS = 10_000
 # Values that the decoder supports, for keys that have other values in other models.
@@ -35,49 +35,15 @@ _ONLY = {
     "is_decoder": (True, False),
     "add_cross_attention": (False,),
 }
+# The kinds of layers, in `layer_types`.
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Both spellings of the number of experts, as transformers takes them.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")
 # Keys of a loaded config.json that are dropped, because `_values` has their values,
 # maybe in another spelling.
-_SPELLINGS = ("rope_parameters", *_EXPERT_COUNTS)
+_SPELLINGS = ("rope_parameters", "original_max_position_embeddings", *_EXPERT_COUNTS)
 # Fields of `LlamaConfig` that say how a model is computed rather than what it is.
 _OF_COMPUTATION = ("dtype", "param_dtype", "recipe", "scaling", "batch_axes", "context")
-
-
-class _Keys:
-    """Values of config.json by key, checked as they are read."""
-
-    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]):
-        self.values = {**defaults, **values}
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(key)
-        return default if value is None else value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if type(value) is not int or not 0 < value < _LARGEST:
-            raise _error(key, "a positive integer", value)
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise _error(key, "a positive number", value)
-        return float(value)
-
-    def number_or_none(self, key: str) -> float | None:
-        return None if self.get(key) is None else self.number(key)
-
-    def flag(self, key: str) -> bool:
-        value = self.get(key, False)
-        if type(value) is not bool:
-            raise _error(key, "true or false", value)
-        return value
-
-
-def _error(key: str, rule: str, value: object) -> ValueError:
-    return ValueError(f"{key} in config.json must be {rule}, got {shown(value)}")
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
@@ -90,11 +56,11 @@ def family_of(values: Mapping[str, Any]) -> Family:
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         names = ", ".join(FAMILIES)
-        raise _error("model_type", f"one of {names}", model_type)
+        raise error("model_type", f"one of {names}", model_type)
     family = FAMILIES[model_type]
     classes = values.get("architectures") or [family.architecture]
     if classes != [family.architecture]:
-        raise _error("architectures", f'["{family.architecture}"]', classes)
+        raise error("architectures", f'["{family.architecture}"]', classes)
     return family
 
 
@@ -112,18 +78,18 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
       4
     """
     family = family_of(values)
-    keys = _Keys(values, family.defaults)
+    keys = Keys(values, family.defaults)
     for key, only in _ONLY.items():
         if (value := keys.get(key)) is not None and value not in only:
-            raise _error(key, " or ".join(map(str, only)) or "null", value)
+            raise error(key, " or ".join(map(str, only)) or "null", value)
     num_layers = keys.integer("num_hidden_layers")
     if num_layers > _MOST_LAYERS:
-        raise _error("num_hidden_layers", f"at most {_MOST_LAYERS}", num_layers)
+        raise error("num_hidden_layers", f"at most {_MOST_LAYERS}", num_layers)
     num_heads = keys.integer("num_attention_heads")
     num_kv_heads = keys.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         rule = f"a divisor of num_attention_heads {num_heads}"
-        raise _error("num_key_value_heads", rule, num_kv_heads)
+        raise error("num_key_value_heads", rule, num_kv_heads)
     hidden_size = keys.integer("hidden_size")
     fields = {
         **family.fields,
@@ -137,15 +103,19 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
         "norm_eps": keys.number("rms_norm_eps", 1e-6),
         "gate": _gate(keys, family),
         "tie_embeddings": keys.flag("tie_word_embeddings"),
-        **_rope(keys, family),
+        **rope_fields(keys, family),
         **_windows(keys, family, num_layers),
         **_experts(keys, family),
     }
     if family.is_gemma:
+        cap = keys.number_or_none("attn_logit_softcapping")
+        if family.model_type == "gemma3_text" and cap is not None:
+            # transformers has this key of Gemma 2 in Gemma 3, and ignores it.
+            raise error("attn_logit_softcapping", "null", cap)
         fields |= {
             "embedding_scale": hidden_size**0.5,
             "attention_scale": keys.number("query_pre_attn_scalar") ** -0.5,
-            "attention_softcap": keys.number_or_none("attn_logit_softcapping"),
+            "attention_softcap": cap,
             "logit_softcap": keys.number_or_none("final_logit_softcapping"),
         }
     return LlamaConfig(**fields)
@@ -157,7 +127,7 @@ def _size_key(family: Family) -> str:
     return "intermediate_size" if names is None else names.intermediate_size
 
 
-def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
+def _experts(keys: Keys, family: Family) -> dict[str, Any]:
     """Returns the field `experts` if the family has experts, and checks its keys.
 
     All layers must have experts.
@@ -167,24 +137,24 @@ def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
     if family.model_type == "qwen3_moe":
         layers, step = keys.get("mlp_only_layers", []), "decoder_sparse_step"
         if layers != []:
-            raise _error("mlp_only_layers", "empty: all layers need experts", layers)
+            raise error("mlp_only_layers", "empty: all layers need experts", layers)
         if (period := keys.integer(step, 1)) != 1:
-            raise _error(step, "1: all layers need experts", period)
+            raise error(step, "1: all layers need experts", period)
     if (noise := keys.get("router_jitter_noise", 0)) != 0:
-        raise _error("router_jitter_noise", "0", noise)
+        raise error("router_jitter_noise", "0", noise)
     counts = [keys.get(key) for key in _EXPERT_COUNTS if keys.get(key) is not None]
     if len(counts) == 2 and counts[0] != counts[1]:
-        raise _error("num_local_experts", f"num_experts {counts[0]}", counts[1])
+        raise error("num_local_experts", f"num_experts {counts[0]}", counts[1])
     count = counts[0] if counts else family.experts.default_count
-    num_experts = _Keys({"num_experts": count}, {}).integer("num_experts")
+    num_experts = Keys({"num_experts": count}).integer("num_experts")
     top_k = keys.integer("num_experts_per_tok")
     if num_experts > _MOST_EXPERTS:
-        raise _error("num_experts", f"at most {_MOST_EXPERTS}", num_experts)
+        raise error("num_experts", f"at most {_MOST_EXPERTS}", num_experts)
     if top_k > num_experts:
-        raise _error("num_experts_per_tok", f"at most {num_experts}", top_k)
+        raise error("num_experts_per_tok", f"at most {num_experts}", top_k)
     weight = keys.get("router_aux_loss_coef", 0.001)
     if type(weight) not in (int, float) or not 0 <= weight < float("inf"):
-        raise _error("router_aux_loss_coef", "a number of 0 or more", weight)
+        raise error("router_aux_loss_coef", "a number of 0 or more", weight)
     experts = Experts(
         num_experts=num_experts,
         top_k=top_k,
@@ -197,95 +167,56 @@ def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
     return {"experts": experts}
 
 
-def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
+def _head_dim(keys: Keys, hidden_size: int, num_heads: int) -> int:
     if keys.get("head_dim") is None and hidden_size % num_heads:
-        raise _error("head_dim", "given if heads do not divide hidden_size", None)
+        raise error("head_dim", "given if heads do not divide hidden_size", None)
     return keys.integer("head_dim", hidden_size // num_heads)
 
 
-def _gate(keys: _Keys, family: Family) -> str:
+def _gate(keys: Keys, family: Family) -> str:
     key = "hidden_activation" if family.is_gemma else "hidden_act"
     value = keys.get(key, "silu")
     if not isinstance(value, str) or value not in _GATES:
-        raise _error(key, f"one of {', '.join(_GATES)}", value)
+        raise error(key, f"one of {', '.join(_GATES)}", value)
     return _GATES[value]
 
 
-def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
-    """Returns the fields of RoPE, from keys in their old or new spelling."""
-    new, local = keys.get("rope_parameters", {}), None
-    has_local = "rope_local_base_freq" in family.defaults
-    if not isinstance(new, dict):
-        raise _error("rope_parameters", "an object", new)
-    if has_local and "full_attention" in new:
-        local, new = new.get("sliding_attention", {}), new["full_attention"]
-        if not isinstance(local, dict) or not isinstance(new, dict):
-            raise _error("rope_parameters", "objects by kind of layer", local)
-        if _scaling(local) is not None:
-            raise _error("rope_parameters", "without scaling in local layers", local)
-    old = keys.get("rope_scaling") or {}
-    if not isinstance(old, dict):
-        raise _error("rope_scaling", "an object", old)
-    theta = _Keys(new, {"rope_theta": keys.get("rope_theta", 10_000.0)})
-    fields = {
-        "rope_theta": theta.number("rope_theta"),
-        "rope_scaling": _scaling(new if "rope_type" in new else old),
-    }
-    if has_local:
-        base = {"rope_theta": keys.get("rope_local_base_freq")}
-        fields["local_rope_theta"] = _Keys(local or {}, base).number("rope_theta")
-    return fields
-
-
-def _scaling(values: Mapping[str, Any]) -> RopeScaling | None:
-    keys = _Keys(values, {})
-    kind = keys.get("rope_type", keys.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=keys.number("factor"))
-    if kind != "llama3":
-        raise _error("rope_type", "default, linear or llama3", kind)
-    return RopeScaling(
-        kind="llama3",
-        factor=keys.number("factor"),
-        low_frequency_factor=keys.number("low_freq_factor"),
-        high_frequency_factor=keys.number("high_freq_factor"),
-        original_length=keys.integer("original_max_position_embeddings"),
-    )
-
-
-def _windows(keys: _Keys, family: Family, num_layers: int) -> dict[str, Any]:
+def _windows(keys: Keys, family: Family, num_layers: int) -> dict[str, Any]:
     """Returns the fields `window` and `local_layers`, if they are not the defaults."""
+    window = _window(keys, family)
     kinds = keys.get("layer_types")
-    if family.model_type in ("llama", "olmo2"):
-        if kinds is not None and set(kinds) != {"full_attention"}:
-            raise _error("layer_types", "full_attention alone", kinds)
-        return {}
-    if family.model_type in ("mistral", "mixtral"):
-        no_window = keys.values.get("sliding_window") is None
-        return {} if no_window else {"window": keys.integer("sliding_window")}
-    if not family.is_gemma and not keys.flag("use_sliding_window"):
-        return {}
-    if not family.is_gemma and keys.get("sliding_window") is None:
-        return {}
+    if window is None or family.has_equal_layers:
+        kind = _LOCAL if window else _GLOBAL
+        if kinds not in (None, [kind] * num_layers):
+            raise error("layer_types", f"{num_layers} times {kind}", kinds)
+        return {} if window is None else {"window": window}
     if kinds is None:
         kinds = _default_kinds(keys, family, num_layers)
-    is_local = {"sliding_attention": True, "full_attention": False}
     if (
         not isinstance(kinds, list)
         or len(kinds) != num_layers
-        or not all(isinstance(kind, str) and kind in is_local for kind in kinds)
+        or not all(kind in (_LOCAL, _GLOBAL) for kind in kinds)
     ):
-        rule = f"{num_layers} times {' or '.join(is_local)}"
-        raise _error("layer_types", rule, kinds)
-    local = tuple(is_local[kind] for kind in kinds)
+        rule = f"{num_layers} times {_LOCAL} or {_GLOBAL}"
+        raise error("layer_types", rule, kinds)
+    local = tuple(kind == _LOCAL for kind in kinds)
     if not family.is_gemma and not any(local):
         return {}
-    return {"window": keys.integer("sliding_window"), "local_layers": local}
+    return {"window": window, "local_layers": local}
 
 
-def _default_kinds(keys: _Keys, family: Family, num_layers: int) -> list[str]:
+def _window(keys: Keys, family: Family) -> int | None:
+    """Returns the window of the family's local layers, or None."""
+    if "sliding_window" not in family.defaults:
+        return None
+    if family.model_type.startswith("qwen") and not keys.flag("use_sliding_window"):
+        return None
+    if not family.is_gemma and keys.get("sliding_window") is None:
+        return None
+    return keys.integer("sliding_window")
+
+
+def _default_kinds(keys: Keys, family: Family, num_layers: int) -> list[str]:
     if family.model_type == "gemma2":
         full = [bool(i % 2) for i in range(num_layers)]
     elif family.model_type == "gemma3_text":
@@ -295,9 +226,9 @@ def _default_kinds(keys: _Keys, family: Family, num_layers: int) -> list[str]:
     else:
         first = keys.get("max_window_layers")
         if type(first) is not int or first < 0:
-            raise _error("max_window_layers", "an integer of 0 or more", first)
+            raise error("max_window_layers", "an integer of 0 or more", first)
         full = [i < first for i in range(num_layers)]
-    return ["full_attention" if is_full else "sliding_attention" for is_full in full]
+    return [_GLOBAL if is_full else _LOCAL for is_full in full]
 
 
 def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -376,7 +307,7 @@ def _values(family: Family, config: LlamaConfig) -> dict[str, Any]:
     if family.model_type.startswith("qwen"):
         values["use_sliding_window"] = config.window is not None
     if config.local_layers is not None:
-        kinds = ("full_attention", "sliding_attention")
+        kinds = (_GLOBAL, _LOCAL)
         values["layer_types"] = [kinds[is_local] for is_local in config.local_layers]
     if config.local_rope_theta is not None:
         values["rope_local_base_freq"] = config.local_rope_theta
@@ -422,5 +353,5 @@ def dtype_of(values: Mapping[str, Any]) -> jnp.dtype | None:
         return None
     name = name.removeprefix("torch.") if isinstance(name, str) else name
     if name not in _DTYPES:
-        raise _error(key, f"one of {', '.join(_DTYPES)}", name)
+        raise error(key, f"one of {', '.join(_DTYPES)}", name)
     return jnp.dtype(name)

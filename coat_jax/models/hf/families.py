@@ -36,13 +36,21 @@ class Family:
       model_type: The name in config.json.
       architecture: The class of the family's causal language model.
       fields: The fields of `LlamaConfig` that all models of the family share.
-      defaults: The values of keys that a config.json lacks.
+      has_equal_layers: Whether all layers are local if there is a window.
+      rope_theta: The base of RoPE if a config.json has none.
+      local_rope_theta: The base in local layers if a config.json has none; None for
+        families with one RoPE for all layers.
+      defaults: The values of other keys that a config.json lacks. Families without
+        windows have no "sliding_window".
       experts: The names of experts; None for families without experts.
     """
 
     model_type: str
     architecture: str
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    has_equal_layers: bool = False
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     experts: "ExpertNames | None" = None
 
@@ -62,19 +70,25 @@ FAMILIES = {
         Family(
             model_type="mistral",
             architecture="MistralForCausalLM",
+            has_equal_layers=True,
             defaults={"sliding_window": 4096, "num_key_value_heads": 8},
         ),
         Family(
             model_type="qwen2",
             architecture="Qwen2ForCausalLM",
             fields={"qkv_bias": True},
-            defaults={"max_window_layers": 28, "num_key_value_heads": 32},
+            defaults={
+                "sliding_window": 4096,
+                "max_window_layers": 28,
+                "num_key_value_heads": 32,
+            },
         ),
         Family(
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
             fields={"qk_norm": "head"},
             defaults={
+                "sliding_window": 4096,
                 "max_window_layers": 28,
                 "num_key_value_heads": 32,
                 "head_dim": 128,
@@ -83,10 +97,12 @@ FAMILIES = {
         Family(
             model_type="mixtral",
             architecture="MixtralForCausalLM",
+            rope_theta=1e6,
+            has_equal_layers=True,
             defaults={
+                "sliding_window": None,
                 "num_key_value_heads": 8,
                 "rms_norm_eps": 1e-5,
-                "rope_theta": 1e6,
                 "num_experts_per_tok": 2,
                 "norm_topk_prob": True,
             },
@@ -104,7 +120,9 @@ FAMILIES = {
             model_type="qwen3_moe",
             architecture="Qwen3MoeForCausalLM",
             fields={"qk_norm": "head"},
+            has_equal_layers=True,
             defaults={
+                "sliding_window": 4096,
                 "num_key_value_heads": 4,
                 "num_experts_per_tok": 8,
                 "moe_intermediate_size": 768,
@@ -131,7 +149,9 @@ FAMILIES = {
             model_type="gemma3_text",
             architecture="Gemma3ForCausalLM",
             fields=_GEMMA | {"qk_norm": "head"},
-            defaults=_OF_GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+            rope_theta=1e6,
+            local_rope_theta=1e4,
+            defaults=_OF_GEMMA,
         ),
         Family(
             model_type="olmo2",

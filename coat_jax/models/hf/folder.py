@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +13,8 @@ from coat_jax.models.hf.safetensors import Tensor, TensorFile, parsed, shown
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Files that `save` copies from the folder that a model was loaded from.
+# Files that `save` copies from the folder that a model was loaded from, next to the
+# templates in the folder `TEMPLATES`.
 PASSED = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -21,11 +22,13 @@ PASSED = (
     "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
+    "tekken.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
 )
+TEMPLATES = "additional_chat_templates"
 _LARGEST_CONFIG = 2**20
 _LARGEST_INDEX = 2**27
 _LARGEST_PASSED = 2**28
@@ -163,8 +166,35 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def passed_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields the name and the bytes of each file in `PASSED` that a folder has."""
-    for name in PASSED:
-        if os.path.lexists(folder / name):
-            yield name, read_bytes(folder, name)
+def passed_names(folder: Path) -> tuple[str, ...]:
+    """Returns the names of the files in a folder that `save` copies.
+
+    Raises:
+      ValueError: If the folder of more chat templates is a link.
+    """
+    templates = folder / TEMPLATES
+    if templates.is_symlink():
+        raise ValueError(f"{shown(str(templates))} must be a folder, got a link")
+    names = [name for name in PASSED if os.path.lexists(folder / name)]
+    names += sorted(f"{TEMPLATES}/{path.name}" for path in templates.glob("*.jinja"))
+    return tuple(names)
+
+
+def passed_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Returns the bytes of files by name.
+
+    Args:
+      folder: The folder that a model was loaded from.
+      names: The names of files that were in the folder when the model was loaded.
+
+    Raises:
+      ValueError: If files are missing now, or one is too large or a link out of the
+        folder.
+    """
+    if missing := sorted(set(names) - set(passed_names(folder))):
+        raise ValueError(
+            f"{shown(str(folder))} must still have the files that it had when it was "
+            f"loaded, but it lacks {shown(', '.join(missing))}; nothing is saved"
+        )
+    paths = {name: (folder / name).parent for name in names}
+    return {name: read_bytes(paths[name], os.path.basename(name)) for name in names}

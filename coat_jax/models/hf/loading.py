@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 from coat_jax.layers import recipes
 from coat_jax.memory.shards import default_shardings
 from coat_jax.models.hf import config as configs
-from coat_jax.models.hf.folder import Folder
+from coat_jax.models.hf.folder import Folder, passed_names
 from coat_jax.models.hf.pieces import Pieces, filled
 from coat_jax.models.hf.quantized import scheme_in
 from coat_jax.models.hf.weights import Weights
@@ -29,10 +30,15 @@ class Origin:
     Attributes:
       path: The path of the folder.
       config: The text of its config.json, with keys in order.
+      files: The names of its other files that `save` copies.
     """
 
     path: str
     config: str
+    files: tuple[str, ...] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "files", passed_names(Path(self.path)))
 
 
 def load(

@@ -39,11 +39,11 @@ def save(
     """Saves a model as a Hugging Face checkpoint.
 
     Without `format`, tensors have the dtypes of the parameters and the same bits. A
-    model from `load` keeps the other keys of its config.json, its tokenizer's files and
-    its generation settings, which are copied from the folder that it was loaded from.
-    The folder appears when all of its files are written; if it existed before,
-    config.json appears in it last. All processes must call `save`, and the first one
-    writes.
+    model from `load` keeps the other keys of its config.json, its tokenizer's files,
+    its chat templates and its generation settings, which are copied from the folder
+    that it was loaded from. This folder must still have them. The new folder appears
+    when all of its files are written; if it existed before, config.json appears in it
+    last. All processes must call `save`, and the first one writes.
 
     Args:
       model: The model.
@@ -56,8 +56,9 @@ def save(
 
     Raises:
       ValueError: If `format` is unknown, the folder is not empty, a matrix to quantize
-        is not finite, the model has adapters, or no architecture of Hugging Face has
-        the model's configuration.
+        is not finite, the model has adapters, no architecture of Hugging Face has the
+        model's configuration, or the folder that the model was loaded from lacks a
+        file that it had.
 
     Examples:
       >>> import pathlib, tempfile
@@ -81,7 +82,10 @@ def save(
         raise ValueError(f"the folder to save to is a link to itself, got {path}")
     if target.exists() and not (target.is_dir() and _is_empty(target)):
         raise ValueError(f"the folder to save to must be empty, got {path}")
-    origin = json.loads(model.origin.config) if model.origin is not None else {}
+    origin, passed = {}, {}
+    if model.origin is not None:
+        origin = json.loads(model.origin.config)
+        passed = passed_files(Path(model.origin.path), model.origin.files)
     params = _params(model)
     values = configs.written(model.config, origin)
     tensors = list(_tensors(model, params, format))
@@ -94,7 +98,7 @@ def save(
         for tensor in tensors:  # Devices of all processes take part in each.
             tensor.arrays()
     else:
-        _write(target, values, tensors, model.origin)
+        _write(target, values, tensors, passed)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("a checkpoint is saved")
 
@@ -116,7 +120,10 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _write(
-    target: Path, values: dict[str, Any], tensors: "list[_Tensor]", origin: Any
+    target: Path,
+    values: dict[str, Any],
+    tensors: "list[_Tensor]",
+    passed: dict[str, bytes],
 ) -> None:
     """Writes a folder under another name, and renames it when all files are in it.
 
@@ -129,9 +136,9 @@ def _write(
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
     _write_tensors(incomplete, tensors)
-    if origin is not None:
-        for name, content in passed_files(Path(origin.path)):
-            (incomplete / name).write_bytes(content)
+    for name, content in passed.items():
+        (incomplete / name).parent.mkdir(exist_ok=True)
+        (incomplete / name).write_bytes(content)
     _write_json(incomplete / CONFIG, values)
     if not exists:
         incomplete.replace(target)

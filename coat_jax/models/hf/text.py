@@ -1,5 +1,6 @@
 """Tokenizers and chat templates of checkpoints."""
 
+import datetime
 import importlib
 import json
 import os
@@ -8,12 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from coat_jax.models.hf.folder import inside, read_bytes, read_json
+from coat_jax.models.hf.folder import read_bytes, read_json
 from coat_jax.models.hf.safetensors import shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_DATE = datetime.datetime(2024, 7, 26)
 _LARGEST_TEMPLATE = 2**20
 _LARGEST_TOKENIZER = 2**28
 
@@ -21,7 +23,8 @@ _LARGEST_TOKENIZER = 2**28
 def load_tokenizer(path: str | os.PathLike) -> "Tokenizer":
     """Loads the tokenizer of a folder from tokenizer.json.
 
-    The function needs the library tokenizers, which the extra "hf" installs.
+    The tokenizer neither cuts nor pads texts, even if the program that wrote the file
+    did. The function needs the library tokenizers, which the extra "hf" installs.
 
     Args:
       path: The path of the folder.
@@ -45,20 +48,24 @@ def load_tokenizer(path: str | os.PathLike) -> "Tokenizer":
     text = read_bytes(Path(path), name, _LARGEST_TOKENIZER)
     tokenizers = _imported("tokenizers")
     try:
-        return tokenizers.Tokenizer.from_buffer(text)
+        tokenizer = tokenizers.Tokenizer.from_buffer(text)
     except Exception as error:  # The library raises exceptions of no narrower class.
         raise ValueError(f"{name} is no tokenizer: {shown(str(error))}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class ChatTemplate:
     """The chat template of a folder, which renders messages as text.
 
-    The template is in chat_template.jinja or tokenizer_config.json. It runs in the
-    sandbox of jinja2, where it can neither reach internal attributes of Python objects
-    nor change its arguments. As in transformers, `tojson` escapes no HTML, and blocks
-    of `{% generation %}` render as their contents. The template has no clock, so that a
-    text is the same on each day: templates that would print today's date print their
-    default.
+    The template is in chat_template.jinja, tokenizer_config.json or chat_template.json;
+    of a list of templates it is the one with the name "default". It runs in the sandbox
+    of jinja2, where it can neither reach internal attributes of Python objects nor
+    change its arguments. As in transformers, `tools` and `documents` are none, `tojson`
+    escapes no HTML, and blocks of `{% generation %}` render as their contents. The
+    template has no clock: `strftime_now` always has the date 26 July 2024, which
+    templates of Llama 3 have by default.
 
     Args:
       path: The path of the folder.
@@ -78,7 +85,7 @@ class ChatTemplate:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        template, self._names = _template(Path(path))
+        template, self._names = _template(Path(path)), special_tokens(path)
         jinja2, sandbox = _imported("jinja2"), _imported("jinja2.sandbox")
 
         def raise_exception(message: str) -> None:
@@ -90,6 +97,7 @@ class ChatTemplate:
             extensions=["jinja2.ext.loopcontrols", _generation_blocks()],
         )
         environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = _DATE.strftime
         environment.filters["tojson"] = _to_json
         try:
             self._compiled = environment.from_string(template)
@@ -115,6 +123,8 @@ class ChatTemplate:
             return self._compiled.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
                 **self._names,
             )
         except Exception as error:  # A template can raise anything, such as TypeError.
@@ -173,18 +183,26 @@ def _generation_blocks() -> type:
     return GenerationBlocks
 
 
-def _template(folder: Path) -> tuple[str, dict[str, str]]:
-    """Returns the chat template of a folder and the special tokens that it may name."""
-    config: dict[str, Any] = {}
-    if os.path.lexists(folder / "tokenizer_config.json"):
-        config = read_json(folder, "tokenizer_config.json")
-    template = config.get("chat_template")
+def _template(folder: Path) -> str:
+    """Returns the chat template of a folder."""
     if os.path.lexists(folder / "chat_template.jinja"):
-        file = inside(folder, "chat_template.jinja").name
-        template = read_bytes(folder, file, _LARGEST_TEMPLATE).decode(errors="replace")
-    if not isinstance(template, str):
-        raise ValueError(f"{shown(str(folder))} must have a chat template")
-    return template, special_tokens(folder)
+        text = read_bytes(folder, "chat_template.jinja", _LARGEST_TEMPLATE)
+        return text.decode(errors="replace")
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        if not os.path.lexists(folder / file):
+            continue
+        template = read_json(folder, file).get("chat_template")
+        for named in template if isinstance(template, list) else ():
+            if isinstance(named, dict) and named.get("name") == "default":
+                template = named.get("template")
+        if isinstance(template, str):
+            return template
+        if template is not None:
+            rule = 'a string, or a list with a template of the name "default"'
+            raise ValueError(
+                f"chat_template in {file} must be {rule}, got {shown(template)}"
+            )
+    raise ValueError(f"{shown(str(folder))} must have a chat template")
 
 
 def special_tokens(path: str | os.PathLike) -> dict[str, str]:

@@ -63,10 +63,14 @@ def test_what_goes_in_comes_out(tmp_path, case):
     folder = write_folder(tmp_path / "in", case, "bfloat16")
     (folder / "tokenizer.json").write_bytes(b'{"any": "bytes"}\r\n')
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    (folder / "tekken.json").write_text("{}")
+    template = "additional_chat_templates/tool_use.jinja"
+    (folder / template).parent.mkdir()
+    (folder / template).write_text("{{ messages }}")
     hf.save(hf.load(folder), tmp_path / "out")
     entries = {path.name for path in (tmp_path / "out").iterdir()}
     assert entries == {path.name for path in folder.iterdir()}
-    for name in ("tokenizer.json", "generation_config.json"):
+    for name in ("tokenizer.json", "generation_config.json", "tekken.json", template):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
     original, saved = (
         load_file(p / "model.safetensors") for p in (folder, tmp_path / "out")
@@ -77,6 +81,25 @@ def test_what_goes_in_comes_out(tmp_path, case):
         assert saved[name].tobytes() == values.tobytes()
     texts = ((p / "config.json").read_text() for p in (folder, tmp_path / "out"))
     assert json.loads(next(texts)) == json.loads(next(texts))
+
+
+def test_saving_needs_the_files_of_the_loaded_folder(tmp_path):
+    folder = write_folder(tmp_path / "new", "llama")
+    for name in ("tokenizer.json", "vocab.json"):
+        (folder / name).write_text("{}")
+    model = hf.load(folder)
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(
+        ValueError, match=r"it lacks 'tokenizer\.json, vocab\.json'; noth"
+    ):
+        hf.save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "moved").rename(folder)
+    hf.save(model, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    (folder / "additional_chat_templates").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="must be a folder, got a link"):
+        hf.load(folder)
 
 
 @pytest.mark.parametrize("case", CASES)

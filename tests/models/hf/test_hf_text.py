@@ -32,6 +32,19 @@ def test_chat_templates(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ tools is none }} {{ documents is none }}", "True True"),
+        ("{% if tools is not none %}[{{ tools }}]{% endif %}Hi", "Hi"),
+        ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"),
+    ],
+)
+def test_templates_see_no_tools_no_documents_and_one_date(tmp_path, template, text):
+    write(tmp_path, template)
+    assert hf.chat_text(tmp_path, MESSAGES) == text
+
+
+@pytest.mark.parametrize(
     "template",
     [
         "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
@@ -52,10 +65,34 @@ def test_templates_that_reach_out_end_in_one_line(tmp_path, template):
         hf.chat_text(tmp_path, MESSAGES)
 
 
-@pytest.mark.parametrize("template", [None, 3, ["a"]])
-def test_folders_without_a_template(tmp_path, template):
+def test_a_list_of_templates_has_a_default(tmp_path):
+    names = {"tool_use": "tools", "default": "{{ messages | length }}"}
+    listed = [{"name": name, "template": text} for name, text in names.items()]
+    write(tmp_path, listed)
+    assert hf.chat_text(tmp_path, MESSAGES) == "2"
+
+
+def test_a_template_may_be_in_chat_template_json(tmp_path):
+    write(tmp_path, None)
+    text = json.dumps({"chat_template": "{{ bos_token }}"})
+    (tmp_path / "chat_template.json").write_text(text)
+    assert hf.chat_text(tmp_path, MESSAGES) == "<s>"
+    write(tmp_path, "{{ messages | length }}")
+    assert hf.chat_text(tmp_path, MESSAGES) == "2"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "must have a chat template"),
+        (3, "chat_template in tokenizer_config.json must be a string, .* got 3"),
+        (["a"], r"a list with a template of the name \"default\", got \['a'\]"),
+        ([{"name": ["default"]}], r"got \[{'name': \['default'\]}\]"),
+    ],
+)
+def test_folders_without_a_template(tmp_path, template, message):
     write(tmp_path, template)
-    with pytest.raises(ValueError, match="must have a chat template"):
+    with pytest.raises(ValueError, match=message):
         hf.chat_text(tmp_path, MESSAGES)
 
 
@@ -112,6 +149,16 @@ def sentence_pieces():
     )
     tokenizer.add_special_tokens(["<|end|>"])
     return tokenizer
+
+
+@pytest.mark.parametrize("text", ["H", "Hello world, hello world"])
+def test_tokenizers_neither_cut_nor_pad_texts(tmp_path, text):
+    tokenizer = byte_level()
+    ids = tokenizer.encode(text).ids
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=3, pad_token="<|end|>")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert hf.load_tokenizer(tmp_path).encode(text).ids == ids
 
 
 @pytest.mark.parametrize("make", [byte_level, sentence_pieces])
