@@ -9,7 +9,7 @@ from pathlib import Path
 from experiments.common.programs import new_parser
 from experiments.finetune import settings
 from experiments.finetune.checkers import CHECKERS
-from experiments.finetune.encoding import Loss
+from experiments.finetune.encoding import Loss, Markup
 from experiments.training import arguments
 from experiments.training.settings import RECIPES
 
@@ -102,6 +102,12 @@ def add_questions(top: argparse.ArgumentParser) -> None:
             help=f".jsonl or .parquet files of records {help_text}",
         )
     add("--loss", choices=typing.get_args(Loss), help="tokens that it counts (answers)")
+    add(
+        "--markup",
+        choices=typing.get_args(Markup),
+        help="what is done with special tokens that a text, prompt or completion "
+        "spells: refuse, plain for characters, read for tokens (refuse)",
+    )
     add(
         "--long",
         choices=typing.get_args(settings.Long),
