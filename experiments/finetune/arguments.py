@@ -76,7 +76,11 @@ def parser() -> argparse.ArgumentParser:
     add("--base-recipe", choices=RECIPES, help="recipe of the base (bf16)")
     arguments.add_training(top)
     add_questions(top)
-    arguments.add_comparison(top)
+    arguments.add_comparison(
+        top,
+        recipes="coat with --model, else bf16,coat",
+        rounding="of BF16 parameters (stochastic; nearest with --lora)",
+    )
     arguments.add_devices(top)
     arguments.add_folder(top, "runs/finetune/PRESET-TIME")
     return top
