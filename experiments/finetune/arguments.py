@@ -9,7 +9,7 @@ from pathlib import Path
 from experiments.common.programs import new_parser
 from experiments.finetune import settings
 from experiments.finetune.checkers import CHECKERS
-from experiments.finetune.encoding import Loss
+from experiments.finetune.encoding import Loss, Markup
 from experiments.training import arguments
 from experiments.training.settings import RECIPES
 
@@ -76,7 +76,11 @@ def parser() -> argparse.ArgumentParser:
     add("--base-recipe", choices=RECIPES, help="recipe of the base (bf16)")
     arguments.add_training(top)
     add_questions(top)
-    arguments.add_comparison(top)
+    arguments.add_comparison(
+        top,
+        recipes="coat with --model, else bf16,coat",
+        rounding="of BF16 parameters (stochastic; nearest with --lora)",
+    )
     arguments.add_devices(top)
     arguments.add_folder(top, "runs/finetune/PRESET-TIME")
     return top
@@ -102,6 +106,12 @@ def add_questions(top: argparse.ArgumentParser) -> None:
             help=f".jsonl or .parquet files of records {help_text}",
         )
     add("--loss", choices=typing.get_args(Loss), help="tokens that it counts (answers)")
+    add(
+        "--markup",
+        choices=typing.get_args(Markup),
+        help="what is done with special tokens that a text, prompt or completion "
+        "spells: refuse, plain for characters, read for tokens (refuse)",
+    )
     add(
         "--long",
         choices=typing.get_args(settings.Long),

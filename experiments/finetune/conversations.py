@@ -10,6 +10,8 @@ from jaxtyping import Bool, Int32
 from experiments.finetune.tasks import Problem
 
 ROLES = ("system", "user", "assistant")
+# The fields of an assistant's message that some chat templates read.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _STEPS = "####"
 Messages = tuple[tuple[str, str], ...]
 
@@ -37,10 +39,13 @@ class Conversation(Record):
       messages: The role and the content of each message.
       learned: Whether the loss counts each message; messages of other roles than the
         assistant's never count. Empty means all of the assistant's messages.
+      thoughts: The texts of each message that come before its content, by their field
+        of `THOUGHTS`. Empty means that no message has any.
     """
 
     messages: Messages
     learned: tuple[bool, ...] = ()
+    thoughts: tuple[Mapping[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         check_turns([role for role, _ in self.messages])

@@ -7,6 +7,7 @@ the encoder of a Hugging Face folder.
 """
 
 import abc
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Literal
@@ -23,6 +24,7 @@ from experiments.finetune.conversations import (
 from experiments.training.text import TextCodec
 
 Loss = Literal["answers", "all"]
+Markup = Literal["refuse", "plain", "read"]
 _WORDS = {"system": "", "user": "User: ", "assistant": "Assistant:"}
 
 
@@ -45,6 +47,14 @@ class Encoder(abc.ABC):
     def question(self, record: Conversation | Passage) -> list[int]:
         """Returns the tokens of a record before its last answer, the model's prompt."""
 
+    def answer(self, record: Conversation | Passage, tokens: Sequence[int]) -> str:
+        """Returns the text of a record's answer, as a model generated its tokens."""
+        return self.decode(tokens)
+
+    def expected(self, record: Conversation | Passage) -> str:
+        """Returns the right result of a record."""
+        return record.answer
+
     @abc.abstractmethod
     def _conversation(self, conversation: Conversation) -> Example: ...
 
@@ -60,8 +70,13 @@ class Encoder(abc.ABC):
           ValueError: If a message could be read as a role, or tokens are outside the
             vocabulary. The error names the record.
         """
+        if loss == "all" and isinstance(record, Conversation):
+            # Then the answers need not be located.
+            nothing = (False,) * len(record.messages)
+            record = dataclasses.replace(record, learned=nothing)
         try:
             example = self._encoded(record)
+            self._check_vocabulary(example.tokens)
         except ValueError as error:
             raise ValueError(f"{record.place}: {error}") from None
         learned = (
@@ -77,13 +92,16 @@ class Encoder(abc.ABC):
         if isinstance(record, Passage):
             return self._passage(record)
         assert isinstance(record, TokenRow)
-        if max(record.tokens) >= self.vocab_size:
-            raise ValueError(
-                f"tokens must be below the vocabulary's size {self.vocab_size}, got "
-                f"{max(record.tokens)}"
-            )
         tokens = np.array(record.tokens, np.int32)
         return Example(tokens, np.array(record.learned))
+
+    def _check_vocabulary(self, tokens: np.ndarray) -> None:
+        largest = tokens.max(initial=0)
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"tokens must be below the vocabulary's size {self.vocab_size}, got "
+                f"{largest}"
+            )
 
 
 class WordsEncoder(Encoder):
@@ -122,6 +140,9 @@ class WordsEncoder(Encoder):
 
     def _pieces(self, conversation: Conversation) -> list[tuple[str, bool, bool]]:
         """Returns the pieces of a conversation for `_joined`; the last is an answer."""
+        if conversation.thoughts:
+            name = min(name for thoughts in conversation.thoughts for name in thoughts)
+            raise ValueError(f'a model of --base has no place for "{name}"')
         pieces, prompt = [], ""
         for index, (role, content) in enumerate(conversation.messages):
             for word in filter(None, _WORDS.values()):

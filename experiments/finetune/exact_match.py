@@ -118,14 +118,18 @@ class Exam:
         )
         tokens, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
         rows = zip(batch, tokens, lengths, strict=False)
-        return {n: self._encoder.decode(row[:end].tolist()) for n, row, end in rows}
+        return {
+            n: self._encoder.answer(self._records[n], row[:end].tolist())
+            for n, row, end in rows
+        }
 
     def _answer(self, record: Conversation | Passage, text: str) -> Answer:
-        score = self._checker(text.strip(), record.answer, record.fields)
+        expected = self._encoder.expected(record)
+        score = self._checker(text.strip(), expected, record.fields)
         return Answer(
             family=record.family,
             question=record.question,
-            expected=record.answer,
+            expected=expected,
             given=text.strip(),
             exact=bool(score >= 1),
         )

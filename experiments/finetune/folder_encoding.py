@@ -1,7 +1,7 @@
 """Encodes records with the tokenizer and the chat template of a Hugging Face folder."""
 
-import json
-from collections.abc import Sequence
+import re
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +9,19 @@ import numpy as np
 from coat_jax.models import hf
 from coat_jax.models.hf.folder import read_json
 from coat_jax.models.hf.text import special_tokens
-from experiments.finetune.conversations import Conversation, Example, Messages, Passage
-from experiments.finetune.encoding import Encoder, role_error
+from experiments.finetune.conversations import (
+    THOUGHTS,
+    Conversation,
+    Example,
+    Passage,
+    result_of,
+)
+from experiments.finetune.encoding import Encoder, Markup, role_error
+from experiments.finetune.folder_tokens import FolderTokens
+
+_BRACKETED = re.compile(r"[<\[{]\S*\w\S*[>\]}]")
+_MARK = "\ue000{}\ue001"
+Message = dict[str, str]
 
 
 class FolderEncoder(Encoder):
@@ -21,30 +32,28 @@ class FolderEncoder(Encoder):
 
     Args:
       folder: The path of the folder.
-      vocab_size: The number of rows of the model's embedding.
+      vocab_size: The number of rows of the model's embedding. The tokenizer may have
+        more tokens, which no record may contain.
+      markup: The treatment of text without roles that spells special tokens.
 
     Raises:
       ValueError: If the folder's tokenizer or template is missing or damaged, or has no
         token that ends a text.
     """
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, markup: Markup = "refuse"
+    ) -> None:
         self._template: hf.ChatTemplate | None = None
-        self._folder, self.vocab_size = folder, vocab_size
-        tokenizer = hf.load_tokenizer(folder)
-        if tokenizer.get_vocab_size() > vocab_size:
-            raise ValueError(
-                f"the tokenizer of {folder} has {tokenizer.get_vocab_size()} tokens, "
-                f"and the model {vocab_size}"
-            )
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._tokenizer, self._plain = tokenizer, _without_special(tokenizer)
-        added = tokenizer.get_added_tokens_decoder()
-        self._special = {token.content: number for number, token in added.items()}
-        self._special_ids = set(added)
-        self._end = _end_token(folder, self._special)
+        self._folder, self.vocab_size, self._markup = folder, vocab_size, markup
+        self._tokens = FolderTokens(folder)
+        self._end = _end_token(folder, self._tokens.special)
         self.stop_tokens = sorted({self._end, *_stop_tokens(folder)})
+        if max(self.stop_tokens) >= vocab_size:
+            raise ValueError(
+                f"the model of {folder} has {vocab_size} tokens, and none that is "
+                f"{max(self.stop_tokens)}, which ends a text"
+            )
 
     @property
     def template(self) -> hf.ChatTemplate:
@@ -60,33 +69,100 @@ class FolderEncoder(Encoder):
         Raises:
           ValueError: If the template changes the contents of messages.
         """
-        pieces = _pieces(template, ("user", "assistant") * 2, prompt=False)
+        turns = ("user", "assistant") * 2
+        pieces = _pieces(template, turns)
         if pieces is None:
             raise ValueError(
                 f"the chat template of {self._folder} changes what messages say"
             )
-        ends = [(pieces[2].find(s), s) for s in self._special if s in pieces[2]]
-        if ends:
-            self.stop_tokens = sorted({*self.stop_tokens, self._special[min(ends)[1]]})
-        self._role_words = [
-            piece.strip()
-            for piece in pieces[1:]
-            if piece.strip() and not any(s in piece for s in self._special)
-        ]
+        if end := self._tokens.pattern.search(pieces[2]):
+            number = self._tokens.special[end[0]]
+            self.stop_tokens = sorted({*self.stop_tokens, number})
+        pieces += _pieces(template, ("system", *turns)) or []
+        edges = {self._tokens.tokenizer.id_to_token(n) for n in self.stop_tokens}
+        edges |= {special_tokens(self._folder)["bos_token"]}
+        self._role_words = sorted({x for p in pieces for x in self._markers(p, edges)})
+        # The text between thoughts and content, for the fields that the template reads.
+        self._after_thoughts = {
+            name: text
+            for name in THOUGHTS
+            if (text := _after_thoughts(template, name)) is not None
+        }
+
+    def _markers(self, piece: str, edges: Set[str]) -> set[str]:
+        """Returns the words that mark roles in a text that the template writes.
+
+        Words next to a special token are no markers, because no message can write this
+        token; the tokens `edges`, which begin or end a document, do not count.
+        """
+        markers: set[str] = set()
+        is_sealed = False
+        *segments, last = self._tokens.pattern.split(piece)
+        for segment, token in zip(segments[::2], segments[1::2], strict=True):
+            if not is_sealed:
+                attached = token not in edges and segment.rstrip() == segment
+                lines = segment.splitlines()
+                markers |= _words(lines[:-1] if attached else lines)
+            is_sealed = token not in edges
+        return markers if is_sealed else markers | _words(last.splitlines())
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without special tokens."""
-        return self._tokenizer.decode(list(tokens))
+        return self._tokens.decode(tokens)
 
     def question(self, record: Conversation | Passage) -> list[int]:
-        """Returns the tokens of a record before its last answer."""
+        """Returns the tokens of a record before its last answer.
+
+        If the template writes text before an answer, such as empty thoughts, this text
+        is a part of the question. Thoughts of the record are not.
+        """
         if isinstance(record, Passage):
-            return self._text(record.prompt, ends=False).tolist()
-        return self._tokens(record.messages[:-1], prompt=True)[1].tolist()
+            return self._document(record.prompt)
+        messages = _named(record)
+        asked, tokens, _ = self._encode_messages(messages[:-1], prompt=True)
+        if messages[-1].keys() & set(THOUGHTS):
+            return tokens.tolist()
+        text, answered, starts = self._encode_messages(messages, prompt=False)
+        span = self._span(text, messages, len(messages) - 1, prompt=False)
+        begin = span[0] if span and text.startswith(asked) else len(asked)
+        if not text[len(asked) : begin].strip():
+            return tokens.tolist()
+        return answered[: np.searchsorted(starts, _start_of(starts, begin))].tolist()
+
+    def answer(self, record: Conversation | Passage, tokens: Sequence[int]) -> str:
+        """Returns the text of generated tokens; thoughts of the record are left out."""
+        thoughts = record.thoughts if isinstance(record, Conversation) else ()
+        for name in thoughts[-1] if thoughts else ():
+            text = self._tokens.tokenizer.decode(
+                list(tokens), skip_special_tokens=False
+            )
+            _, end, content = text.rpartition(
+                self._after_thoughts[name].strip() or "\0"
+            )
+            if end:
+                return self._tokens.pattern.sub("", content)
+        return self.decode(tokens)
+
+    def expected(self, record: Conversation | Passage) -> str:
+        """Returns the right result of a record, without special tokens."""
+        if not isinstance(record, Passage) or self._markup != "read":
+            return record.answer
+        encode = self._tokens.tokenizer.encode
+        ids = encode(record.completion, add_special_tokens=False).ids
+        stops = [n for n, token in enumerate(ids) if token in self.stop_tokens]
+        return result_of(self.decode(ids[: min(stops, default=None)]))
 
     def _passage(self, passage: Passage) -> Example:
-        prompt = self._text(passage.prompt, ends=False)
-        text = self._text(passage.prompt + passage.completion, ends=True)
+        prompt = np.array(self._document(passage.prompt), np.int32)
+        whole = passage.prompt + passage.completion
+        word = self._tokens.spelled(whole) if self._markup == "refuse" else None
+        if word is not None:
+            raise ValueError(
+                f"the text spells the special token {word!r}; --markup read reads it "
+                "as this token, and --markup plain as characters"
+            )
+        ids = self._document(whole)
+        text = np.array(ids if self._ends(whole) else [*ids, self._end], np.int32)
         # A BPE may merge letters of the prompt and the completion into one token, which
         # is learned.
         common = prompt.size
@@ -96,176 +172,191 @@ class FolderEncoder(Encoder):
         learned = np.arange(text.size) >= common
         return Example(text, learned if passage.prompt else np.ones(text.size, bool))
 
-    def _text(self, text: str, ends: bool) -> np.ndarray:
-        """Returns a text's tokens, after any tokens that the tokenizer puts first.
+    def _document(self, text: str) -> list[int]:
+        return self._tokens.document(text, markup=self._markup == "read")
 
-        If the text `ends` a document, the end token follows.
-        """
-        encoding = self._plain.encode(text)
-        ids = list(encoding.ids)
-        while ids and ids[-1] in self.stop_tokens:
-            ids.pop()  # Some tokenizers end each text by themselves.
-        return np.array([*ids, self._end] if ends else ids, np.int32)
+    def _ends(self, text: str) -> bool:
+        """Returns whether a text ends with a token that stops generation."""
+        if self._markup != "read":
+            return False
+        words = map(self._tokens.tokenizer.id_to_token, self.stop_tokens)
+        return text.rstrip().endswith(tuple(filter(None, words)))
 
     def _conversation(self, conversation: Conversation) -> Example:
-        messages = conversation.messages
-        text, tokens, starts = self._tokens(messages, prompt=False)
+        messages = _named(conversation)
+        text, tokens, starts = self._encode_messages(messages, prompt=False)
         learned = np.zeros(tokens.size, bool)
-        for index, (role, content) in enumerate(messages):
-            if role != "assistant" or not conversation.is_learned(index):
-                continue
-            begin = self._rendered(messages[:index], prompt=True)
-            end = self._rendered(messages[: index + 1], prompt=False)
-            if not (end.startswith(begin) and text.startswith(end)):
-                raise ValueError(
-                    "the chat template writes this answer in another way than it asks "
-                    "for it, so that no token is known to be the answer's; --loss all "
-                    "learns all tokens"
-                )
-            first = max(text.find(content.strip(), len(begin)), len(begin))
-            stop = self._stop(text, first + len(content.strip()), len(end))
-            learned |= (starts >= len(begin)) & (starts < stop)
+        for index in range(len(messages)):
+            if conversation.is_learned(index):
+                begin, end = self._answer_span(text, messages, index)
+                learned |= (starts >= _start_of(starts, begin)) & (starts < end)
         return Example(tokens, learned)
 
-    def _stop(self, text: str, begin: int, end: int) -> int:
-        """Returns the end of the token that ends an answer, as a position in the text.
+    def _answer_span(
+        self, text: str, messages: Sequence[Message], index: int
+    ) -> tuple[int, int]:
+        """Returns the span of the text that is learned of an answer.
 
-        The search is between `begin` and `end`; without such a token the result is
-        `end`.
+        The span begins where the template asks for the answer. An earlier answer that
+        the template writes in another way than it asks for it, for example without its
+        thoughts, begins with its content.
+
+        Raises:
+          ValueError: If the span is not certain.
         """
-        for number in self.stop_tokens:
-            word = self._tokenizer.id_to_token(number)
-            if word and (at := text.find(word, begin, end)) >= 0:
-                end = at + len(word)
-        return end
+        asked = self._rendered(messages[:index], prompt=True)
+        answered = self._rendered(messages[: index + 1], prompt=False)
+        content = messages[index]["content"].strip()
+        if answered.startswith(asked) and text.startswith(answered):
+            begin, last = len(asked), len(answered)
+            end = max(text.find(content, begin), begin) + len(content)
+            stop = self._stop(text, end, last)
+            return begin, last if stop is None else stop
+        span = self._span(text, messages, index, prompt=False)
+        following = None
+        if index + 1 < len(messages):
+            following = self._span(text, messages, index + 1, prompt=False)
+        if span is None or following is None:
+            hint = '; "weight": 0 on this answer leaves it out' if following else ""
+            raise ValueError(
+                "the chat template writes this answer in another way than it asks for "
+                f"it, so that no token is known to be the answer's{hint}; --loss all "
+                "learns all tokens"
+            )
+        begin, end = span
+        stop = self._stop(text, end, following[0])
+        return begin, end if stop is None else stop
 
-    def _rendered(self, messages: Messages, prompt: bool) -> str:
-        named = [{"role": role, "content": content} for role, content in messages]
-        return self.template.render(named, add_generation_prompt=prompt)
+    def _stop(self, text: str, begin: int, end: int) -> int | None:
+        """Returns the end of the first token between two positions that ends an answer.
 
-    def _tokens(
-        self, messages: Messages, prompt: bool
+        The result is None if there is no such token.
+        """
+        words = map(self._tokens.tokenizer.id_to_token, self.stop_tokens)
+        ends = [
+            at + len(word)
+            for word in filter(None, words)
+            if (at := text.find(word, begin, end)) >= 0
+        ]
+        return min(ends, default=None)
+
+    def _rendered(self, messages: Sequence[Message], prompt: bool) -> str:
+        return self.template.render(messages, add_generation_prompt=prompt)
+
+    def _encode_messages(
+        self, messages: Sequence[Message], prompt: bool
     ) -> tuple[str, np.ndarray, np.ndarray]:
         """Returns messages as text, their tokens, and each token's position in it."""
         text = self._rendered(messages, prompt)
-        self._check_roles(messages)
-        if any(self._has_special(content) for _, content in messages):
-            return text, *self._around(text, self._places(text, messages, prompt))
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        starts = [start for start, _ in encoding.offsets]
-        return text, np.array(encoding.ids, np.int32), np.array(starts, int)
-
-    def _check_roles(self, messages: Messages) -> None:
-        for _, content in messages:
-            for word in self._role_words:
-                if word in content:
-                    raise role_error(word, content)
-
-    def _has_special(self, content: str) -> bool:
-        """Returns whether the tokenizer would read a special token in `content`."""
-        if any(word in content for word in self._special):
-            return True
-        if self._tokenizer.normalizer is None:
-            return False
-        # A normalizer may turn other characters into a special token.
-        encoding = self._tokenizer.encode(content, add_special_tokens=False)
-        return not self._special_ids.isdisjoint(encoding.ids)
-
-    def _places(
-        self, text: str, messages: Messages, prompt: bool
-    ) -> list[tuple[int, int]]:
-        """Returns the span of each message's content in a rendered text.
-
-        Raises:
-          ValueError: If the template changes the contents of messages.
-        """
-        pieces = _pieces(self.template, [role for role, _ in messages], prompt)
-        raw = [content for _, content in messages]
-        for contents in (raw, [content.strip() for content in raw]):
-            written, spans = "", []
-            for piece, content in zip(pieces or (), [*contents, ""], strict=False):
-                written += piece
-                spans.append((len(written), len(written) + len(content)))
-                written += content
-            if written == text:
-                return spans[:-1]
-        raise ValueError(
-            "a message has the text of a special token, and the chat template changes "
-            "messages, so that this text cannot be kept apart from its tokens"
-        )
-
-    def _around(
-        self, text: str, hidden: Sequence[tuple[int, int]]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes a text; special tokens within the spans `hidden` become plain text.
-
-        Returns:
-          The tokens, and the position in the text at which each token begins.
-        """
-        ids, starts, begin = [], [], 0
-        for at, word in self._special_places(text, hidden):
-            piece = self._plain.encode(text[begin:at], add_special_tokens=False)
-            ids += piece.ids
-            starts += [begin + start for start, _ in piece.offsets]
-            if word:
-                ids.append(self._special[word])
-                starts.append(at)
-            begin = at + len(word)
-        return np.array(ids, np.int32), np.array(starts, int)
-
-    def _special_places(
-        self, text: str, hidden: Sequence[tuple[int, int]]
-    ) -> list[tuple[int, str]]:
-        """Finds the special tokens outside the spans `hidden`.
-
-        Returns:
-          The position and the text of each special token, in order, and then the
-          position of the text's end with "".
-        """
-        places, at = [], 0
-        # The tokenizer takes the longer of two tokens that begin at the same position.
-        words = sorted(self._special, key=len, reverse=True)
-        while at < len(text):
-            span = next((span for span in hidden if span[0] <= at < span[1]), None)
-            if span is not None:
-                at = span[1]
+        hidden = []
+        for index, message in enumerate(messages):
+            self._check_message(message)
+            if self._tokens.spelled(message["content"]) is None:
                 continue
-            word = next((word for word in words if text.startswith(word, at)), "")
-            if word:
-                places.append((at, word))
-            at += max(1, len(word))
-        return [*places, (len(text), "")]
+            span = self._span(text, messages, index, prompt)
+            if span is None:
+                fields = ", ".join(self._after_thoughts)
+                hint = f"; the template reads thoughts in {fields}" if fields else ""
+                raise ValueError(
+                    "a message has the text of a special token, and the chat template "
+                    "changes messages, so that this text cannot be kept apart from its "
+                    f"tokens{hint}"
+                )
+            hidden.append(span)
+        return text, *self._tokens.encode(text, hidden)
+
+    def _check_message(self, message: Message) -> None:
+        """Raises ValueError for text that could be read as a role or is not read."""
+        for name in message.keys() & set(THOUGHTS):
+            if name not in self._after_thoughts:
+                raise ValueError(f'the chat template reads no "{name}" of messages')
+            if (word := self._tokens.spelled(message[name])) is not None:
+                raise ValueError(f'"{name}" spells the special token {word!r}')
+        for name in message.keys() - {"role"}:
+            for word in self._role_words:
+                if word in message[name]:
+                    raise role_error(word, message[name])
+
+    def _span(
+        self, text: str, messages: Sequence[Message], index: int, prompt: bool
+    ) -> tuple[int, int] | None:
+        """Returns the span of a message's content in the rendered text.
+
+        The result is None if the template changes the content.
+        """
+        marked, mark = list(messages), _MARK.format(index)
+        marked[index] = messages[index] | {"content": mark}
+        before, _, after = self._rendered(marked, prompt).partition(mark)
+        content = messages[index]["content"]
+        for written in (content, content.strip(), content.lstrip(), content.rstrip()):
+            if before + written + after == text:
+                return len(before), len(before) + len(written)
+        return None
 
 
-def _without_special(tokenizer):
-    """Returns a copy of a tokenizer that encodes special tokens as plain text."""
-    values = json.loads(tokenizer.to_str())
-    for token in values["added_tokens"]:
-        token["special"] = True  # Other added tokens would not become plain text.
-    plain = type(tokenizer).from_str(json.dumps(values))
-    plain.encode_special_tokens = True
-    return plain
+def _named(conversation: Conversation) -> list[Message]:
+    """Returns the messages for a template, with their thoughts."""
+    thoughts = conversation.thoughts or ({},) * len(conversation.messages)
+    return [
+        {"role": role, "content": content, **of_message}
+        for (role, content), of_message in zip(
+            conversation.messages, thoughts, strict=True
+        )
+    ]
 
 
-def _pieces(
-    template: hf.ChatTemplate, roles: Sequence[str], prompt: bool
-) -> list[str] | None:
+def _start_of(starts: np.ndarray, position: int) -> int:
+    """Returns the start of the token that covers a position of a text."""
+    return int(starts[max(np.searchsorted(starts, position, side="right") - 1, 0)])
+
+
+def _words(lines: Sequence[str]) -> set[str]:
+    """Returns the lines that can mark roles, and the words in brackets in them.
+
+    Sentences are no marks: some templates write a system message of their own.
+    """
+    lines = [line.strip() for line in lines]
+    words = {word for line in lines for word in _BRACKETED.findall(line)}
+    return words | {x for x in lines if re.search(r"\w", x) and x[-1] not in ".!?"}
+
+
+def _pieces(template: hf.ChatTemplate, roles: Sequence[str]) -> list[str] | None:
     """Returns the texts that a template writes around the contents of messages.
 
     These are the texts before each content and after the last. The result is None if
-    the template changes or leaves out a content.
+    the template changes or leaves out a content, or refuses a system message.
     """
-    marks = [f"\ue000{n}\ue001" for n in range(len(roles))]
+    marks = [_MARK.format(n) for n in range(len(roles))]
     messages = [
         {"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)
     ]
-    text, pieces = template.render(messages, add_generation_prompt=prompt), []
+    try:
+        text, pieces = template.render(messages, add_generation_prompt=False), []
+    except ValueError:
+        if roles[0] == "system":
+            return None
+        raise
     for mark in marks:
         piece, mark_read, text = text.partition(mark)
         if not mark_read:
             return None
         pieces.append(piece)
     return [*pieces, text]
+
+
+def _after_thoughts(template: hf.ChatTemplate, name: str) -> str | None:
+    """Returns the text that a template writes between thoughts and a content.
+
+    The result is None if the template does not read the field `name` of thoughts.
+    """
+    thoughts, content = _MARK.format("t"), _MARK.format("c")
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": content, name: thoughts},
+    ]
+    text = template.render(messages, add_generation_prompt=False)
+    _, is_read, after = text.partition(thoughts)
+    return after.partition(content)[0] if is_read else None
 
 
 def _end_token(folder: Path, special: dict[str, int]) -> int:

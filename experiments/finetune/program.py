@@ -191,7 +191,7 @@ def _base(settings: FinetuneSettings, tokenizer: Path) -> tuple[Base, Encoder]:
     if settings.model:
         base = base_of_folder(Path(settings.model))
         vocab_size = base.config(settings, settings.recipes[0]).vocab_size
-        return base, FolderEncoder(Path(settings.model), vocab_size)
+        return base, FolderEncoder(Path(settings.model), vocab_size, settings.markup)
     is_bpe = settings.tokenizer == "bpe"
     codec = text_codec(settings.vocab_size, tokenizer if is_bpe else None)
     if not settings.base:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from coat_jax.models import lora
 from coat_jax.models.hf.quantized import FP8Format
 from experiments.finetune.checkers import load_checker
-from experiments.finetune.encoding import Loss
+from experiments.finetune.encoding import Loss, Markup
 from experiments.finetune.tasks import FAMILIES
 from experiments.training.runs import Run, read_settings
 from experiments.training.settings import (
@@ -81,6 +81,8 @@ class FinetuneSettings(Settings):
       test: The files of records to validate on, with last answers to generate; empty
         means a twentieth of the data, or a part of the generated problems.
       loss: The tokens that the loss counts: "answers" or "all".
+      markup: The treatment of special tokens that texts, prompts or completions spell:
+        "refuse", "plain" for characters, or "read" for tokens.
       long: The treatment of records longer than a sequence: "cut", "skip" or "refuse".
       lora: The rank of adapters over frozen weights; None trains every parameter.
       lora_alpha: The factor of the adapters, times the rank; None means twice the rank.
@@ -99,6 +101,7 @@ class FinetuneSettings(Settings):
     base_recipe: Recipe | None = None
     test: tuple[str, ...] = ()
     loss: Loss = "answers"
+    markup: Markup = "refuse"
     long: Long = "refuse"
     lora: int | None = None
     lora_alpha: float | None = None
@@ -134,6 +137,8 @@ class FinetuneSettings(Settings):
             raise ValueError(f"--model has a shape of its own, got {self.preset!r}")
         if self.save_format != "none" and not self.model:
             raise ValueError("--save-format needs a --model, as a folder is saved")
+        if self.markup != "refuse" and not self.model:
+            raise ValueError(f"--markup needs a --model, got {self.markup!r}")
         self._check_lora()
         others = set(self.recipes) - set(COAT_RECIPES)
         if self.release != "no" and self.rounding == "stochastic" and others:

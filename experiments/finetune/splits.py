@@ -77,8 +77,11 @@ def split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
 def _hash(record: Record) -> int:
     """Returns a hash of a record's content, which excludes place, fields and family."""
     values = dataclasses.asdict(record)
-    said = {k: v for k, v in values.items() if k not in ("place", "fields", "family")}
-    digest = hashlib.blake2b(repr(said).encode("utf-8", "replace"), digest_size=8)
+    for name in ("place", "fields", "family"):
+        del values[name]
+    if not values.get("thoughts"):  # A record without thoughts keeps its split.
+        values.pop("thoughts", None)
+    digest = hashlib.blake2b(repr(values).encode("utf-8", "replace"), digest_size=8)
     return int.from_bytes(digest.digest())
 
 

@@ -98,17 +98,24 @@ def _add_sizes(top: argparse.ArgumentParser) -> None:
     add("--kv-heads", type=int, metavar="N", help="of keys and values (same ratio)")
 
 
-def add_comparison(top: argparse.ArgumentParser) -> None:
-    """Adds the options for recipes, precision, checkpoints, bad steps and health."""
+def add_comparison(
+    top: argparse.ArgumentParser,
+    *,
+    recipes: str = "bf16,coat",
+    rounding: str = "of BF16 parameters by recipes with FP8 moments (nearest)",
+) -> None:
+    """Adds the options for recipes, precision, checkpoints, bad steps and health.
+
+    Args:
+      top: The parser.
+      recipes: The default of the recipes, as the help names it.
+      rounding: The help of the rounding.
+    """
     add = top.add_argument_group("what is compared, and how it is kept").add_argument
     names = ",".join(RECIPES)
-    add("--recipes", type=_names, help=f"some of {names} (bf16,coat)", metavar="A,B")
+    add("--recipes", type=_names, help=f"some of {names} ({recipes})", metavar="A,B")
     add("--param-dtype", choices=typing.get_args(ParamDtype))
-    add(
-        "--rounding",
-        choices=typing.get_args(Rounding),
-        help="of BF16 parameters by recipes with FP8 moments (nearest)",
-    )
+    add("--rounding", choices=typing.get_args(Rounding), help=rounding)
     add(
         "--scaling",
         choices=typing.get_args(Scaling),

@@ -51,8 +51,32 @@ _REFUSED = {
         "the fields of one format",
     ),
     "no format": ('{"body": "a"}', "the fields of one format"),
-    "ShareGPT": ('{"conversations": []}', "ShareGPT's turns"),
-    "tools": ('{"messages": [], "tools": []}', "no calls of tools"),
+    "ShareGPT": ('{"conversations": [1]}', "ShareGPT's turns"),
+    "tools": ('{"messages": [], "tools": [1]}', "no calls of tools"),
+    "a mask of a message": (
+        '{"messages": [{"role": "user", "content": "a", "loss_mask": 0}]}',
+        'message 0 has "loss_mask", which is not read',
+    ),
+    "train of 0": (
+        '{"messages": [{"role": "user", "content": "a", "train": 0}]}',
+        'the "train" of a message is true or false, got 0',
+    ),
+    "a thinking user": (
+        '{"messages": [{"role": "user", "content": "a", "thinking": "b"}]}',
+        'only the assistant\'s messages have "thinking", got message 0 of the user',
+    ),
+    "two systems": (
+        '{"system": "s", "messages": [{"role": "system", "content": "t"}]}',
+        "one system message, got a field and a message",
+    ),
+    "two fields of systems": (
+        '{"system": "s", "system_prompt": "t", ' + _GOOD[1:],
+        "one system message, got ['s', 't']",
+    ),
+    "a record's weight of a half": (
+        '{"weight": 0.5, ' + _GOOD[1:],
+        'the "weight" of a record is 0 or 1, got 0.5',
+    ),
     "preferences": (
         '{"prompt": "a", "chosen": "b", "rejected": "c"}',
         "no preferences",
@@ -112,6 +136,39 @@ _FILES = {
     "short labels": (b'{"input_ids": [1, 2], "labels": [1]}', "got 1 and 2"),
     "other labels": (b'{"input_ids": [1, 2], "labels": [1, 3]}', "got 3 for token 1"),
     "no labels": (b'{"input_ids": [1, 2], "labels": [1, -100]}', "no token is learned"),
+    "a short mask": (
+        b'{"input_ids": [1, 2], "completion_mask": [1]}',
+        '"completion_mask" must be as many as "input_ids", got 1 and 2',
+    ),
+    "a mask of 2": (
+        b'{"input_ids": [1, 2], "assistant_masks": [1, 2]}',
+        '"assistant_masks" must be 0 and 1, got 2',
+    ),
+    "packed positions": (
+        b'{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}',
+        '"position_ids" must grow by 1, got 0 after 1; packed sequences are',
+    ),
+    "packed lengths": (
+        b'{"input_ids": [1, 2], "seq_lengths": [1, 1]}',
+        "no packed sequences",
+    ),
+    "a passage": (
+        b'{"instruction": "a", "context": "b", "output": "c"}',
+        '"context": fine-tuning takes no passage; write it into the question',
+    ),
+    "a history of strings": (
+        b'{"instruction": "a", "history": ["b"], "output": "c"}',
+        '"history" must be a list of pairs of question and answer',
+    ),
+    "a system without roles": (
+        b'{"system": "s", "prompt": "a", "completion": "b"}',
+        '"system": fine-tuning takes no system message without roles',
+    ),
+    "a liked completion": (
+        b'{"prompt": "a", "completion": "b", "label": false}',
+        '"label": fine-tuning takes no preferences',
+    ),
+    "weights of 0 alone": (b'{"text": "a", "weight": 0}', "there is no record in"),
     "padding": (
         b'{"input_ids": [1, 2], "attention_mask": [1, 0]}',
         "leave padding out",
