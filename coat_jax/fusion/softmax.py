@@ -296,7 +296,7 @@ class Softmax:
                 if len(numbers) != 2 or None in numbers:
                     return None
                 return eqn if max(numbers) == 0 and min(numbers) <= _HIDDEN else None
-            if eqn.primitive.name not in SPREADS:
+            if eqn.primitive.name not in MOVES | SPREADS:
                 return None
             var = eqn.invars[0]
         return None

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from coat_jax.quantization.array import undifferentiated
+
 
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
 def mean_of_values(
@@ -33,29 +35,28 @@ def mean_of_values(
         depend on them.
     """
     mean = jnp.repeat(_mean(v), q.shape[2] // k.shape[2], axis=2)
-    return jnp.broadcast_to(mean, q.shape)
+    return jnp.broadcast_to(mean, q.shape).astype(q.dtype)
 
 
 @mean_of_values.defjvp
 def _(scale, primals, tangents):
-    (q, k, v), (dq, dk, dv) = primals, tangents
-    tangent = mean_of_values(q, k, dv, scale)
+    # These are derivatives at a point, so they have no derivatives of their own.
+    (q, k, v), (dq, dk, dv) = undifferentiated(primals), tangents
+    tangent = mean_of_values(q, k, dv, scale).astype(jnp.float32)
     if scale:
-        centred = v - _mean(v)
+        centred = v.astype(jnp.float32) - _mean(v)
         tangent += scale * (_mixed(dq, k, centred) + _mixed(q, dk, centred))
     return mean_of_values(q, k, v, scale), tangent.astype(q.dtype)
 
 
-def _mean(v: Array) -> Array:
-    """Returns the mean [b, 1, m, d] of values [b, t, m, d]."""
-    return v.mean(axis=1, keepdims=True, dtype=jnp.float32).astype(v.dtype)
+def _mean(v: Array) -> Float[Array, "b 1 m d"]:
+    """Returns the mean of values in float32."""
+    return v.mean(axis=1, keepdims=True, dtype=jnp.float32)
 
 
 def _mixed(q: Array, k: Array, v: Array) -> Float[Array, "b s n d"]:
     """Returns the mean of values times their products with queries, in float32."""
-    b, s, n, d = q.shape
-    of_float32 = {"preferred_element_type": jnp.float32}
-    product = jnp.einsum("btmi,btmj->bmij", k, v, **of_float32) / k.shape[1]
-    q = q.reshape(b, s, k.shape[2], -1, d)
-    y = jnp.einsum("bsmgi,bmij->bsmgj", q, product.astype(q.dtype), **of_float32)
-    return y.reshape(b, s, n, d)
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    product = jnp.einsum("btmi,btmj->bmij", k, v) / k.shape[1]
+    groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    return jnp.einsum("bsmgi,bmij->bsmgj", groups, product).reshape(q.shape)

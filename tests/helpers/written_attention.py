@@ -121,6 +121,16 @@ def added_minimum_in_groups(q, k, v, mask):
     return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, N, D)
 
 
+def added_bias_of_jax(q, k, v, mask):
+    bias = jnp.where(mask[:, None], 0, jnp.finfo(BF16).min).astype(BF16)
+    return jax.nn.dot_product_attention(q, k, v, bias=bias)
+
+
+def added_bias_of_linen(q, k, v, mask):
+    bias = jnp.where(mask[:, None], 0, jnp.finfo(BF16).min).astype(BF16)
+    return nn.dot_product_attention(q, k, v, bias=bias)
+
+
 def inverted_mask(q, k, v, mask):
     return mixed(softmax(jnp.where(~mask[:, None], -1e10, scores(q, k, F32))), v)
 
@@ -215,7 +225,7 @@ HITS = {
             usual, in_float32, of_wide_operands, with_wide_result, heads_first,
             sequence_first, keys_first, mapped, by_hand, inverted_mask,
             two_masks, union_of_masks, of_linen, of_nnx, of_jax, added_number,
-            added_minimum,
+            added_minimum, added_bias_of_jax, added_bias_of_linen,
         ),
         MASKED,
     ),
@@ -228,9 +238,12 @@ HITS = {
     own_heads_mask: ((N, 1, T, T), False),  # Heads are sequences there.
 }  # fmt: skip
 GROUPED = dict.fromkeys(
-    (in_groups, in_merged_groups, of_one_key_head, of_jax, added_minimum_in_groups),
+    (
+        in_groups, in_merged_groups, of_one_key_head, of_jax, added_minimum_in_groups,
+        added_bias_of_jax,
+    ),
     MASKED,
-)
+)  # fmt: skip
 GROUPED[of_jax_causal] = CAUSAL
 
 

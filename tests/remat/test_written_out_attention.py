@@ -21,6 +21,7 @@ from helpers.written_attention import (
     K,
     N,
     T,
+    added_bias_of_jax,
     added_minimum,
     added_minimum_in_groups,
     added_number,
@@ -43,6 +44,7 @@ from jax.extend import core
 
 import coat_jax as coat
 from coat_jax.fusion import attention as rewriting
+from coat_jax.fusion.unseen import mean_of_values
 from pallas_kernels.dispatch import stand_ins
 
 pytestmark = pytest.mark.internals
@@ -138,6 +140,7 @@ def test_several_attentions_are_found_in_one_program(calls):
         added_number,
         added_minimum,
         added_minimum_in_groups,
+        added_bias_of_jax,
     ],
 )
 def test_queries_that_see_no_key_take_the_mean_of_all(form, calls):
@@ -146,6 +149,34 @@ def test_queries_that_see_no_key_take_the_mean_of_all(form, calls):
     assert_same(form, (q, k, v, mask))
     # The other queries have no part in these gradients.
     assert_same(lambda *arrays: form(*arrays)[:, T // 2], (q, k, v, mask))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_derivatives_of_a_query_that_sees_no_key(dtype):
+    """Values have a large mean, and products of keys and values overflow float16."""
+    rng = np.random.default_rng(0)
+    scale, draw = 0.3, lambda n: rng.normal(size=(2, 64, n, D))
+    q, k, v, do = draw(4), 300 + 50 * draw(2), 400 + draw(2), draw(4)
+    arrays = [jnp.asarray(x, dtype) for x in (q, k, v, do)]
+    with jax.numpy_dtype_promotion("strict"):
+        y, vjp = jax.vjp(lambda *arrays: mean_of_values(*arrays, scale), *arrays[:3])
+        actual = y, *vjp(arrays[3])
+    q, k, v, do = (np.asarray(x, np.float64) for x in arrays)
+    q, do = (x.reshape(2, 64, 2, 2, D) for x in (q, do))
+    centred = v - v.mean(1, keepdims=True)
+    dk = np.einsum("bsmgi,bsmgj,btmj->btmi", q, do, centred) * scale / 64
+    dq = np.einsum("btmi,btmj,bsmgj->bsmgi", k, centred, do) * scale / 64
+    dv = np.broadcast_to(do.sum((1, 3))[:, None] / 64, v.shape)
+    mean = np.broadcast_to(v.mean(1)[:, None, :, None], q.shape)
+    for x, reference in zip(actual, (mean, dq, dk, dv), strict=True):
+        error = np.asarray(x, np.float64).reshape(reference.shape) - reference
+        assert np.linalg.norm(error) < 0.005 * np.linalg.norm(reference)
+
+
+def test_second_derivatives_of_a_query_that_sees_no_key_are_refused():
+    q, k, v, _ = arguments()
+    with pytest.raises(NotImplementedError, match="differentiated once"):
+        jax.hessian(lambda q: mean_of_values(q, k, v, 1.0).sum())(q)
 
 
 def test_an_attention_of_attention_is_found_once(calls):
