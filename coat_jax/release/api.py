@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Key
 
 from coat_jax.release import taps
-from coat_jax.release.checks import check_layers, is_fused, warn_of_scans
+from coat_jax.release.checks import check_axes, check_layers, is_fused, warn_of_scans
 from coat_jax.release.parts import Clip, Optimizer, Parameters, as_floats
 from coat_jax.release.taps import Release
 from pallas_kernels.checks import is_positive_number
@@ -87,8 +87,9 @@ def value_and_update(
         scalar.
       ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
         The returned function raises it for optimizers as above, for a key that `tx`
-        has no use for, for `max_loss` without `skip_not_finite`, and for parameters
-        that two layers read.
+        has no use for, for `max_loss` without `skip_not_finite`, for parameters that
+        two layers read, and within `jax.pmap` and `jax.shard_map(check_vma=False)`,
+        where gradients are not summed over devices.
 
     Warns:
       UserWarning: If a parameter is a stack under `jax.lax.scan`, as `flax.nnx.scan`
@@ -132,6 +133,7 @@ def value_and_update(
     ) -> tuple:
         if max_loss is not None and not skip_not_finite:
             raise ValueError("max_loss needs skip_not_finite, which skips the step")
+        check_axes()
         whole = Parameters(params, opt_state)
         _check_floating(whole)
         fused = is_fused(tx, whole, opt_state)

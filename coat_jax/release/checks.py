@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
 from coat_jax.optimizers.fused import NotFusedError, fused_update
@@ -18,10 +19,27 @@ from coat_jax.optimizers.places import fields_of
 from coat_jax.programs.graph import dependences, written_out
 from coat_jax.programs.primitives import all_eqns, bodies_of, is_layout
 from coat_jax.release.parts import Optimizer, Parameters
+from pallas_kernels import versions
 from pallas_kernels.dispatch import operations, stand_ins
 
 _Indices = frozenset[int]
 _NONE: _Indices = frozenset()
+
+
+def check_axes() -> None:
+    """Raises ValueError if JAX does not sum gradients over a mesh axis in context.
+
+    JAX sums the gradients of a replicated parameter over mesh axes by itself only where
+    it records the axes over which each array varies.
+    """
+    for axis in jax.sharding.get_abstract_mesh().manual_axes:
+        if axis not in versions.varying_axes(lax.axis_index(axis)):
+            raise ValueError(
+                f"within jax.pmap or jax.shard_map(check_vma=False) over {axis!r} "
+                "coat.value_and_update would step each device's parameters by the "
+                "gradient of this device alone. Use jax.shard_map with check_vma=True, "
+                "or jax.jit with shardings"
+            )
 
 
 def is_fused(
