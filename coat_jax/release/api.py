@@ -94,7 +94,8 @@ def value_and_update(
     Warns:
       UserWarning: If a parameter is a stack under `jax.lax.scan`, as `flax.nnx.scan`
         and `flax.linen.scan` make it, or if `coat.scan_layers` is inside another
-        transformation. The step is right, but the stack's whole gradient exists at
+        transformation, or gets large arrays that the loss computes from parameters,
+        such as a cast. The step is right, but the stack's whole gradient exists at
         once.
 
     Examples:
@@ -163,7 +164,8 @@ def value_and_update(
             result = loss(params, *args, **kwargs)
             return result[0] if has_aux else result
 
-        warn_of_scans(value_of, whole, release.stacked)
+        if not release.has_warned:
+            warn_of_scans(value_of, whole, release.stacked)
         ok, clip, norms = jnp.isfinite(value), None, None
         if max_loss is not None:
             ok = ok & (value <= max_loss)

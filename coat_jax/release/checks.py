@@ -18,6 +18,7 @@ from coat_jax.optimizers.fused import NotFusedError, fused_update
 from coat_jax.optimizers.places import fields_of
 from coat_jax.programs.graph import dependences, written_out
 from coat_jax.programs.primitives import all_eqns, bodies_of, is_layout
+from coat_jax.release.members import is_large
 from coat_jax.release.parts import Optimizer, Parameters
 from pallas_kernels import versions
 from pallas_kernels.dispatch import operations, stand_ins
@@ -137,7 +138,8 @@ def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) 
       updated: The indices of the parameters that are in `coat.scan_layers`.
     """
     shapes = [jnp.shape(x) for x in params.leaves]
-    large = {j for j in range(len(shapes)) if _is_large_stack(params.leaves[j])}
+    columns = enumerate(zip(shapes, params.leaves, strict=True))
+    large = {j for j, (shape, leaf) in columns if len(shape) > 2 and is_large(leaf)}
     # The loss is traced again only if a large stack may be under another scan.
     if not (large := large.difference(updated)):
         return
@@ -149,18 +151,18 @@ def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) 
         warnings.warn(
             f"all gradients of {params.names[j]} {list(shapes[j])} exist at once, "
             "because its layers are under jax.lax.scan, flax.nnx.scan or "
-            "flax.linen.scan. Use coat.scan_layers, which steps one layer at a time",
+            "flax.linen.scan, or under coat.scan_layers within jax.jit, "
+            "jax.checkpoint, jax.lax.cond or coat.apply_layer. Call coat.scan_layers "
+            "from the loss itself, which steps one layer at a time",
             stacklevel=4,
         )
         return
 
 
-def _is_large_stack(x: Any) -> bool:
-    return np.ndim(x) > 2 and np.size(x) * jnp.result_type(x).itemsize > 2**20
-
-
 def _scanned(program: Jaxpr, indices: Sequence[int | None]) -> set[int]:
     """Returns the indices of the arguments that a scan slices, at any depth.
+
+    Arguments after `jax.lax.stop_gradient` have no gradients and do not count.
 
     Args:
       program: The program.
@@ -173,7 +175,7 @@ def _scanned(program: Jaxpr, indices: Sequence[int | None]) -> set[int]:
         operands = [
             None if isinstance(x, Literal) else index.get(x) for x in eqn.invars
         ]
-        if is_layout(eqn):
+        if is_layout(eqn) and eqn.primitive.name != "stop_gradient":
             index |= dict.fromkeys(eqn.outvars, operands[0])
         is_scan = eqn.primitive.name == "scan"
         for body in bodies_of(eqn):

@@ -217,6 +217,65 @@ def test_layers_that_lax_scan_hides_give_a_warning(stacks, scan):
         assert_step_is_plain(loss)
 
 
+BF16 = jnp.bfloat16
+COMPUTED = {
+    "cast": lambda p: p["w"].astype(BF16),
+    "cast, next to a small parameter": lambda p: (p["w"].astype(BF16), p["norm"]),
+    "cast, next to a large parameter": lambda p: (p["w"].astype(BF16), p["v"]),
+    "scaled": lambda p: p["w"] * p["norm"][0, 0],
+    "sliced": lambda p: p["w"][:, 1:],
+    "constrained": lambda p: jax.lax.optimization_barrier(p["w"]),
+}
+ORDINARY = {
+    "parameters": lambda p: p,
+    "frozen": lambda p: jax.lax.stop_gradient(p["w"]).astype(BF16),
+    "small": lambda p: 2 * p["norm"],
+    "activations": lambda p: (p["w"], jnp.broadcast_to(p["norm"], (2, 400, 999))),
+}
+
+
+def traced_step(stack_of, apply=coat.scan_layers, around=lambda loss: loss):
+    """Traces a step of layers that get `stack_of` the parameters."""
+    shapes = {"w": (2, 999, 999), "v": (2, 999, 999), "norm": (2, 1, 999)}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+
+    def layer(p, x):
+        return x + sum(jnp.sum(w.astype(jnp.float32)) for w in jax.tree.leaves(p))
+
+    def loss(params):
+        return apply(layer, jnp.float32(0), stack_of(params))
+
+    step = coat.value_and_update(around(loss), SGD)
+    jax.eval_shape(step, params, jax.eval_shape(SGD.init, params))
+
+
+@pytest.mark.parametrize("apply", [coat.scan_layers, coat.apply_layer])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_layers_of_arrays_that_the_loss_computes_give_one_warning(name, apply):
+    with pytest.warns(UserWarning, match="cast, scale or reshape them") as record:
+        traced_step(COMPUTED[name], apply)
+    assert [warning.filename for warning in record] == [__file__]
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_layers_of_other_arrays_give_no_warning(name):
+    traced_step(ORDINARY[name])
+
+
+AROUND = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda loss: lambda p: jax.lax.cond(p["w"][0, 0, 0] > 0, loss, loss, p),
+    "layer": lambda loss: lambda p: coat.apply_layer(lambda p, _: loss(p), 0.0, p),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_loss_within_a_transformation_gives_a_warning_that_names_it(around):
+    with pytest.warns(UserWarning, match="coat.scan_layers within jax.jit"):
+        traced_step(lambda params: params, around=AROUND[around])
+
+
 # --- Clipping by the global norm, and steps that are skipped. ---
 @pytest.mark.parametrize(("stacked", "limit"), [(True, 1e6), (False, 0.01)])
 def test_norms_are_those_of_the_gradients_and_clip_as_optax(stacked, limit):
