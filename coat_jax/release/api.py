@@ -40,12 +40,14 @@ def value_and_update(
     functions after `jax.grad`, bit for bit if gradients are BF16.
 
     Each parameter must be stepped by its own gradient alone. Transformations that read
-    all gradients at once are refused with a `ValueError` that names an alternative:
+    more are refused with a `ValueError` that names an alternative:
 
     - `optax.clip_by_global_norm` in the chain. Set `max_norm` here.
     - `optax.MultiSteps` and other sums of gradients, which are as large as gradients.
       Use a larger batch, for which there is memory without gradients.
     - `optax.apply_if_finite`. Set `skip_not_finite` here.
+    - Steps that read the loss, as `optax.contrib.reduce_on_plateau` and
+      `optax.polyak_sgd` do. Use `jax.value_and_grad`.
     - For parameters in `coat.scan_layers`, norms of a whole parameter, as in
       `optax.lamb`, `optax.lars`, `optax.adafactor` or `optax.contrib.muon`: a layer
       and the stack have different norms. Unrolled layers may use them.

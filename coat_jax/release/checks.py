@@ -51,7 +51,7 @@ def is_fused(
     Raises:
       ValueError: If the step of a parameter, or a state, depends on the gradient, the
         values or the state of another parameter, or on random numbers; or if `tx`
-        contains `optax.MultiSteps`.
+        contains `optax.MultiSteps`, or needs further arguments, such as the loss.
     """
     if any(kind == "MultiStepsState" for _, kind in fields_of((state,))):
         raise ValueError(
@@ -62,10 +62,10 @@ def is_fused(
 
     try:
         _check_own_gradients(partial(fused_update, tx), whole, state)
+        return True
     except NotFusedError:
         _check_own_gradients(tx.update, whole, state)
         return False
-    return True
 
 
 def _check_own_gradients(update: Callable, whole: Parameters, state: Any) -> None:
@@ -86,7 +86,16 @@ def _check_own_gradients(update: Callable, whole: Parameters, state: Any) -> Non
 
     # Programs for a GPU do not join small arrays; joins would look like dependences.
     with stand_ins.for_hopper():
-        program, after = jax.make_jaxpr(step, return_shape=True)(like, like, nodes)
+        try:
+            program, after = jax.make_jaxpr(step, return_shape=True)(like, like, nodes)
+        except TypeError as error:
+            if "required" not in str(error):
+                raise
+            raise ValueError(
+                "coat.value_and_update gives the optimizer gradients, state and "
+                f"parameters alone, but {error}. Use jax.value_and_grad, and give "
+                "tx.update this argument"
+            ) from error
     _check_draws(program.jaxpr)
     count = len(like)
     owners = [*range(2 * count)]  # Gradients, parameters.

@@ -55,6 +55,19 @@ COUPLED = {
         lambda: chained(optax.normalize_by_update_norm()),
         "depends on the gradient of",
     ),
+    "sharpness": (
+        lambda: optax.contrib.sam(
+            chained(), chained(optax.contrib.normalize()), reset_state=False
+        ),
+        "depends on the gradient of",
+    ),
+    "loss": (
+        lambda: optax.chain(
+            coat.fp8_adamw(1e-3), optax.contrib.reduce_on_plateau(patience=2)
+        ),
+        "argument: 'value'. Use jax.value_and_grad",
+    ),
+    "loss, before": (optax.polyak_sgd, "argument: 'value'. Use jax.value_and_grad"),
 }
 
 
@@ -85,8 +98,10 @@ def test_norms_of_whole_stacks_are_refused(name):
         step_of(NORMS[name]())
 
 
-def test_norms_of_unrolled_parameters_step():
-    tx = optax.chain(optax.clip_by_block_rms(1e-3), optax.lamb(1e-3))
+@pytest.mark.parametrize("last", [optax.lamb, coat.fp8_adamw])
+def test_norms_of_unrolled_parameters_step(last):
+    clip = optax.clip_by_block_rms(1e-3)
+    tx = optax.chain(clip, last(1e-3), clip)
     assert_steps_equal(UNROLLED, tx, parameters(stacked=False), tokens())
 
 
