@@ -18,6 +18,8 @@ from jaxtyping import Array, Key
 from coat_jax.optimizers.state import states_in
 from coat_jax.optimizers.step import Adam, Stacks, Target, adam_step
 
+_REQUEST = "coat_fused"  # The name of the extra argument.
+
 
 def fused_update(
     tx: optax.GradientTransformation,
@@ -90,10 +92,20 @@ def requested_update(
 
     Raises:
       NotFusedError: If `fp8_adamw` steps no parameter, except for a request with
-        `is_part`.
+        `is_part`; or if another transformation fails on the parameters in place of
+        updates, or on the request.
     """
     tx = optax.with_extra_args_support(tx)
-    updates, state = tx.update(grads, state, params, coat_fused=request, **extra_args)
+    extra_args = {_REQUEST: request, **extra_args}
+    try:
+        updates, state = tx.update(grads, state, params, **extra_args)
+    except NotFusedError:
+        raise
+    except Exception as error:
+        if request.has_applied or _REQUEST in str(error):
+            reason = f"something after or around it fails: {error!r}"
+            raise NotFusedError(_refusal(reason)) from error
+        raise
     is_applied = [isinstance(u, Applied) for u in jax.tree.leaves(updates)]
     if is_applied and not any(is_applied) and not request.is_part:
         reason = "no fp8_adamw was reached: there is none, or what is around it hands "
@@ -110,7 +122,7 @@ def requested_update(
     return jax.tree.map(apply, params, updates, is_leaf=is_none), state
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class FusedRequest:
     """The extra argument `coat_fused`, which asks `fp8_adamw` to apply its updates.
 
@@ -119,11 +131,13 @@ class FusedRequest:
       stacks: The stacks that parameters and moments are slices of, or None.
       is_part: Whether the step is of a part of the parameters. `fp8_adamw` may then
         step no parameter at all.
+      has_applied: Whether `fp8_adamw` has returned parameters in place of updates.
     """
 
     key: Key[Array, ""] | None
     stacks: Stacks | None = None
     is_part: bool = False
+    has_applied: bool = False
 
 
 class NotFusedError(ValueError):
@@ -173,6 +187,7 @@ def fused_adamw(
         decays,
     )
     params, adam_state = adam_step(adam, grads, state[0], targets, request.stacks)
+    request.has_applied = True
     return jax.tree.map(Applied, params), (adam_state, decay_state, rate_state)
 
 

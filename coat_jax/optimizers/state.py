@@ -1,17 +1,26 @@
 """The state of a transformation, with its moving averages in 8 bits."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 from coat_jax import serialization
-from coat_jax.optimizers.moment import Moment
-from coat_jax.optimizers.places import Path
-from coat_jax.optimizers.trees import by_path, in_boxes, is_box, is_quantized
+from coat_jax.optimizers.moment import KNOWN, Moment
+from coat_jax.optimizers.places import Path, fields_of
+from coat_jax.optimizers.trees import (
+    by_path,
+    check_structure,
+    in_boxes,
+    is_box,
+    is_quantized,
+)
+from coat_jax.quantization.array import QuantizedArray
 
 if TYPE_CHECKING:
     import chex
@@ -130,8 +139,8 @@ def check_state(state: Any) -> None:
 def check_gradients(grads: Any, state: QuantizedState) -> None:
     """Raises ValueError unless gradients match the moments by path and shape.
 
-    Gradients must also be floating, and quantized moments must have codes in the dtype
-    of their format.
+    Gradients must also be floating, and in a tree of the same structure. Quantized
+    moments must have arrays in the dtypes in which optimizers store them.
     """
     found = by_path(grads)
     for path, grad in found.items():
@@ -150,12 +159,55 @@ def check_gradients(grads: Any, state: QuantizedState) -> None:
                 f"gradient{keystr(path)} must have the shape {moment.shape} of its "
                 f"{field[-1].name}, got {shape}"
             )
-        if is_quantized(moment) and moment.codes.dtype != moment.format.dtype:
+        if is_quantized(moment):
+            _check_dtypes(moment, f"{field[-1].name}{keystr(path)}")
+    _check_structure(grads, state)
+
+
+def _check_dtypes(moment: QuantizedArray, name: str) -> None:
+    stored = {
+        "codes": (moment.codes, moment.format.dtype),
+        "scales": (moment.scale, jnp.float32),
+        "exponents": (moment.exponent, jnp.uint8),
+    }
+    for kind, (x, dtype) in stored.items():
+        if x is not None and x.dtype != dtype:
             raise ValueError(
-                f"the codes of {field[-1].name}{keystr(path)} must be "
-                f"{moment.format.dtype}, got {moment.codes.dtype}: codes must not be "
-                "cast; coat.to_optax_state(state) has the moments as numbers"
+                f"the {kind} of {name} must be {jnp.dtype(dtype)}, got {x.dtype}: "
+                f"{kind} must not be cast; coat.to_optax_state(state) has the moments "
+                "as numbers"
             )
+
+
+def _check_structure(grads: Any, state: QuantizedState) -> None:
+    """Raises ValueError unless gradients have the structure of optax's averages.
+
+    Averages of a part of the parameters, next to masks, have another structure.
+    """
+    types = dict(fields_of(state.inner_state))
+    for field, _ in state.layout.moments:
+        average = functools.reduce(_child, field, state.inner_state)
+        name = field[-1].name
+        is_known = name in KNOWN.get(types.get(field), ())
+        if is_known and not any(
+            map(_is_mask, jax.tree.leaves(average, is_leaf=_is_mask))
+        ):
+            check_structure(
+                grads,
+                average,
+                name="the tree of gradients",
+                is_leaf=is_quantized,
+                like_name=name,
+            )
+
+
+def _child(node: Any, key: Any) -> Any:
+    children, _ = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return dict(children)[(key,)]
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def moments_of(state: QuantizedState) -> Iterator[tuple[Path, Path, Any]]:

@@ -148,21 +148,29 @@ def by_path(tree: Any, is_leaf: Callable | None = None) -> dict[tuple, Any]:
 
 
 def check_structure(
-    tree: Any, like: Any, *, name: str, is_leaf: Callable[[Any], bool]
+    tree: Any,
+    like: Any,
+    *,
+    name: str,
+    is_leaf: Callable[[Any], bool],
+    like_name: str = "its counterpart",
 ) -> None:
     """Raises ValueError unless `tree` has the structure of `like`.
 
-    The message calls the tree `name`, and names a place where the structures differ.
+    The message calls the trees `name` and `like_name`, and names a place where their
+    structures differ.
     """
     found, expected = (jax.tree.structure(t, is_leaf=is_leaf) for t in (tree, like))
     if found == expected:
         return
     paths, wanted = (_paths(t, is_leaf) for t in (tree, like))
     for path in sorted(wanted - paths):
-        raise ValueError(f"{name} has no {path}, which its counterpart has")
+        raise ValueError(f"{name} has no {path}, which {like_name} has")
     for path in sorted(paths - wanted):
-        raise ValueError(f"{name} has {path}, which its counterpart has not")
-    raise ValueError(f"{name} must have the structure {expected}, got {found}")
+        raise ValueError(f"{name} has {path}, which {like_name} has not")
+    raise ValueError(
+        f"{name} must have the structure {expected} of {like_name}, got {found}"
+    )
 
 
 def _paths(tree: Any, is_leaf: Callable[[Any], bool]) -> set[str]:

@@ -15,7 +15,7 @@ Optimizers store the scales of moments in float32; see `coat_jax.optimizers.mome
 import dataclasses
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,15 @@ class QuantizedArray:
         raise TypeError(
             "a coat.QuantizedArray is not an array: take .codes, or .dequantize()"
         )
+
+    def __mul__(self, other: Any) -> NoReturn:
+        """Raises TypeError, because codes are no numbers to compute with."""
+        raise TypeError(
+            "a coat.QuantizedArray takes no part in arithmetic: take .dequantize(), or "
+            "coat.to_optax_state(state) of a state for an optimizer of optax"
+        )
+
+    __rmul__ = __mul__
 
     def dequantize(self) -> Array:
         """Returns the array in `dtype`; see `coat.dequantize`."""

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Key
 
 from coat_jax.release import taps
-from coat_jax.release.checks import check_layers, is_fused, warn_of_scans
+from coat_jax.release.checks import check_axes, check_layers, is_fused, warn_of_scans
 from coat_jax.release.parts import Clip, Optimizer, Parameters, as_floats
 from coat_jax.release.taps import Release
 from pallas_kernels.checks import is_positive_number
@@ -40,12 +40,14 @@ def value_and_update(
     functions after `jax.grad`, bit for bit if gradients are BF16.
 
     Each parameter must be stepped by its own gradient alone. Transformations that read
-    all gradients at once are refused with a `ValueError` that names an alternative:
+    more are refused with a `ValueError` that names an alternative:
 
     - `optax.clip_by_global_norm` in the chain. Set `max_norm` here.
     - `optax.MultiSteps` and other sums of gradients, which are as large as gradients.
       Use a larger batch, for which there is memory without gradients.
     - `optax.apply_if_finite`. Set `skip_not_finite` here.
+    - Steps that read the loss, as `optax.contrib.reduce_on_plateau` and
+      `optax.polyak_sgd` do. Use `jax.value_and_grad`.
     - For parameters in `coat.scan_layers`, norms of a whole parameter, as in
       `optax.lamb`, `optax.lars`, `optax.adafactor` or `optax.contrib.muon`: a layer
       and the stack have different norms. Unrolled layers may use them.
@@ -87,13 +89,15 @@ def value_and_update(
         scalar.
       ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
         The returned function raises it for optimizers as above, for a key that `tx`
-        has no use for, for `max_loss` without `skip_not_finite`, and for parameters
-        that two layers read.
+        has no use for, for `max_loss` without `skip_not_finite`, for parameters that
+        two layers read, and within `jax.pmap` and `jax.shard_map(check_vma=False)`,
+        where gradients are not summed over devices.
 
     Warns:
       UserWarning: If a parameter is a stack under `jax.lax.scan`, as `flax.nnx.scan`
         and `flax.linen.scan` make it, or if `coat.scan_layers` is inside another
-        transformation. The step is right, but the stack's whole gradient exists at
+        transformation, or gets large arrays that the loss computes from parameters,
+        such as a cast. The step is right, but the stack's whole gradient exists at
         once.
 
     Examples:
@@ -132,6 +136,7 @@ def value_and_update(
     ) -> tuple:
         if max_loss is not None and not skip_not_finite:
             raise ValueError("max_loss needs skip_not_finite, which skips the step")
+        check_axes()
         whole = Parameters(params, opt_state)
         _check_floating(whole)
         fused = is_fused(tx, whole, opt_state)
@@ -161,7 +166,8 @@ def value_and_update(
             result = loss(params, *args, **kwargs)
             return result[0] if has_aux else result
 
-        warn_of_scans(value_of, whole, release.stacked)
+        if not release.has_warned:
+            warn_of_scans(value_of, whole, release.stacked)
         ok, clip, norms = jnp.isfinite(value), None, None
         if max_loss is not None:
             ok = ok & (value <= max_loss)

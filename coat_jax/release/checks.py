@@ -11,17 +11,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
 from coat_jax.optimizers.fused import NotFusedError, fused_update
 from coat_jax.optimizers.places import fields_of
 from coat_jax.programs.graph import dependences, written_out
 from coat_jax.programs.primitives import all_eqns, bodies_of, is_layout
+from coat_jax.release.members import is_large
 from coat_jax.release.parts import Optimizer, Parameters
+from pallas_kernels import versions
 from pallas_kernels.dispatch import operations, stand_ins
 
 _Indices = frozenset[int]
 _NONE: _Indices = frozenset()
+
+
+def check_axes() -> None:
+    """Raises ValueError if JAX does not sum gradients over a mesh axis in context.
+
+    JAX sums the gradients of a replicated parameter over mesh axes by itself only where
+    it records the axes over which each array varies.
+    """
+    for axis in jax.sharding.get_abstract_mesh().manual_axes:
+        if axis not in versions.varying_axes(lax.axis_index(axis)):
+            raise ValueError(
+                f"within jax.pmap or jax.shard_map(check_vma=False) over {axis!r} "
+                "coat.value_and_update would step each device's parameters by the "
+                "gradient of this device alone. Use jax.shard_map with check_vma=True, "
+                "or jax.jit with shardings"
+            )
 
 
 def is_fused(
@@ -32,7 +51,7 @@ def is_fused(
     Raises:
       ValueError: If the step of a parameter, or a state, depends on the gradient, the
         values or the state of another parameter, or on random numbers; or if `tx`
-        contains `optax.MultiSteps`.
+        contains `optax.MultiSteps`, or needs further arguments, such as the loss.
     """
     if any(kind == "MultiStepsState" for _, kind in fields_of((state,))):
         raise ValueError(
@@ -43,10 +62,10 @@ def is_fused(
 
     try:
         _check_own_gradients(partial(fused_update, tx), whole, state)
+        return True
     except NotFusedError:
         _check_own_gradients(tx.update, whole, state)
         return False
-    return True
 
 
 def _check_own_gradients(update: Callable, whole: Parameters, state: Any) -> None:
@@ -67,7 +86,16 @@ def _check_own_gradients(update: Callable, whole: Parameters, state: Any) -> Non
 
     # Programs for a GPU do not join small arrays; joins would look like dependences.
     with stand_ins.for_hopper():
-        program, after = jax.make_jaxpr(step, return_shape=True)(like, like, nodes)
+        try:
+            program, after = jax.make_jaxpr(step, return_shape=True)(like, like, nodes)
+        except TypeError as error:
+            if "required" not in str(error):
+                raise
+            raise ValueError(
+                "coat.value_and_update gives the optimizer gradients, state and "
+                f"parameters alone, but {error}. Use jax.value_and_grad, and give "
+                "tx.update this argument"
+            ) from error
     _check_draws(program.jaxpr)
     count = len(like)
     owners = [*range(2 * count)]  # Gradients, parameters.
@@ -119,7 +147,8 @@ def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) 
       updated: The indices of the parameters that are in `coat.scan_layers`.
     """
     shapes = [jnp.shape(x) for x in params.leaves]
-    large = {j for j in range(len(shapes)) if _is_large_stack(params.leaves[j])}
+    columns = enumerate(zip(shapes, params.leaves, strict=True))
+    large = {j for j, (shape, leaf) in columns if len(shape) > 2 and is_large(leaf)}
     # The loss is traced again only if a large stack may be under another scan.
     if not (large := large.difference(updated)):
         return
@@ -131,18 +160,18 @@ def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) 
         warnings.warn(
             f"all gradients of {params.names[j]} {list(shapes[j])} exist at once, "
             "because its layers are under jax.lax.scan, flax.nnx.scan or "
-            "flax.linen.scan. Use coat.scan_layers, which steps one layer at a time",
+            "flax.linen.scan, or under coat.scan_layers within jax.jit, "
+            "jax.checkpoint, jax.lax.cond or coat.apply_layer. Call coat.scan_layers "
+            "from the loss itself, which steps one layer at a time",
             stacklevel=4,
         )
         return
 
 
-def _is_large_stack(x: Any) -> bool:
-    return np.ndim(x) > 2 and np.size(x) * jnp.result_type(x).itemsize > 2**20
-
-
 def _scanned(program: Jaxpr, indices: Sequence[int | None]) -> set[int]:
     """Returns the indices of the arguments that a scan slices, at any depth.
+
+    Arguments after `jax.lax.stop_gradient` have no gradients and do not count.
 
     Args:
       program: The program.
@@ -155,7 +184,7 @@ def _scanned(program: Jaxpr, indices: Sequence[int | None]) -> set[int]:
         operands = [
             None if isinstance(x, Literal) else index.get(x) for x in eqn.invars
         ]
-        if is_layout(eqn):
+        if is_layout(eqn) and eqn.primitive.name != "stop_gradient":
             index |= dict.fromkeys(eqn.outvars, operands[0])
         is_scan = eqn.primitive.name == "scan"
         for body in bodies_of(eqn):

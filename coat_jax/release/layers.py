@@ -35,7 +35,8 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
 
     Warns:
       UserWarning: If another transformation of JAX within the loss, such as `jax.vmap`
-        or `jax.lax.scan`, surrounds the call. Gradients are ordinary ones then.
+        or `jax.lax.scan`, surrounds the call, or if large arrays are computed from
+        parameters, as by a cast. Gradients are ordinary ones then.
 
     Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -117,7 +118,8 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
 
     Warns:
       UserWarning: If another transformation of JAX within the loss, such as `jax.vmap`
-        or `jax.lax.scan`, surrounds the call. Gradients are ordinary ones then.
+        or `jax.lax.scan`, surrounds the call, or if large arrays are computed from
+        parameters, as by a cast. Gradients are ordinary ones then.
 
     Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp

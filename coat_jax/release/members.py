@@ -1,7 +1,6 @@
 """The parameters among a layer's arrays."""
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,12 +39,17 @@ class TappedArrays:
         """Finds the parameters in a tree that have at least `axes` axes.
 
         It returns None if there are no such parameters, if `release` is None, or, with
-        a warning, within another transformation of JAX.
+        a warning, within another transformation of JAX. It also warns of large arrays
+        that the loss computes from parameters.
         """
         if release is None:
             return None
         arrays, treedef = jax.tree.flatten(tree)
         indices = release.indices(arrays)
+        if computed := _computed(release, arrays, indices):
+            release.warn(
+                taps.COMPUTED.format(", ".join(str(jax.typeof(x)) for x in computed))
+            )
         of = [
             j if jnp.ndim(x) >= axes else None
             for j, x in zip(indices, arrays, strict=True)
@@ -53,7 +57,7 @@ class TappedArrays:
         if all(j is None for j in of):
             return None
         if not release.is_traced_here():
-            warnings.warn(taps.WITHIN, stacklevel=3)
+            release.warn(taps.WITHIN)
             return None
         extras = [x for x, j in zip(arrays, of, strict=True) if j is None]
         return cls(release=release, treedef=treedef, of=of, extras=extras)
@@ -101,6 +105,26 @@ class TappedArrays:
                         f"the state of {self.release.params.names[j]} has an array of "
                         f"shape {array.shape}, which has no axis of the {depth} layers"
                     )
+
+
+def is_large(x: Any) -> bool:
+    """Returns whether an array is so large that its gradient is worth a warning."""
+    return jnp.size(x) * jnp.result_type(x).itemsize > 2**20
+
+
+def _computed(
+    release: Release, arrays: Sequence[Any], indices: Sequence[int | None]
+) -> list[Any]:
+    """Returns the large arrays that the loss computes from parameters.
+
+    Next to large parameters, arrays of other shapes count as activations.
+    """
+    large = [(x, j) for x, j in zip(arrays, indices, strict=True) if is_large(x)]
+    computed = [x for x, j in large if j is None and release.differentiates(x)]
+    if all(j is None for _, j in large):
+        return computed
+    shapes = {jnp.shape(leaf) for leaf in release.leaves}
+    return [x for x in computed if jnp.shape(x) in shapes]
 
 
 def in_order(first: Any, then: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from coat_jax.optimizers.noise import layer_of_stacks
 from coat_jax.optimizers.step import Stacks
 from coat_jax.release.members import TappedArrays, in_order, is_real
 from coat_jax.release.parts import as_floats
-from coat_jax.release.taps import Release
+from coat_jax.release.taps import Release, trace_of
 
 
 class SavedArrays:
@@ -36,7 +36,7 @@ class SavedArrays:
     def __init__(self, vjp: Any, params: Any, carry: Any):
         arrays, self._vjp = jax.tree.flatten(vjp)
         index_of = {id(x): k for k, x in enumerate(jax.tree.leaves(params))}
-        trace = next((t for t in map(_trace, jax.tree.leaves(carry)) if t), None)
+        trace = next((t for t in map(trace_of, jax.tree.leaves(carry)) if t), None)
         self._of: list[tuple[str, int]] = []
         self.by_layer: list[Array] = []
         self.constants: list[Array] = []
@@ -44,7 +44,7 @@ class SavedArrays:
             if id(x) in index_of:
                 self._of.append(("params", index_of[id(x)]))
                 continue
-            varies = _trace(x) is trace
+            varies = trace_of(x) is trace
             kind, saved = (
                 ("by_layer", self.by_layer) if varies else ("constants", self.constants)
             )
@@ -187,7 +187,3 @@ def _filled(cotangents: Sequence[Any], arrays: Sequence[Any]) -> list:
 def first_layer(x: Any) -> Any:
     """Returns the first layer of a stack."""
     return x[0]
-
-
-def _trace(x: Any) -> Any:
-    return getattr(x, "_trace", None)

@@ -9,6 +9,7 @@ step. So the gradient is read by the step alone, as soon as it is complete.
 
 import contextvars
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -27,6 +28,12 @@ WITHIN = (
     "loss of coat.value_and_update, such as jax.vmap, jax.lax.scan, jax.lax.cond, "
     "jax.checkpoint, jax.jit or another layer. So its parameters have ordinary "
     "gradients, which exist at once. Call it from the loss itself"
+)
+COMPUTED = (
+    "coat.scan_layers or coat.apply_layer got {}, which the loss of "
+    "coat.value_and_update computes from parameters, so all gradients of these arrays "
+    "exist at once. Pass the parameters as the loss gets them, and cast, scale or "
+    "reshape them within the layer"
 )
 
 
@@ -49,6 +56,7 @@ class Release:
       readers: The name of the function that computed a parameter's gradient in the last
         backward pass, by the parameter's index.
       stacked: The indices of the parameters that are stacks of layers.
+      has_warned: Whether a warning of gradients that exist at once has been given.
     """
 
     params: Parameters
@@ -61,6 +69,7 @@ class Release:
     trace: Any = None
     readers: dict[int, str] = dataclasses.field(default_factory=dict)
     stacked: set[int] = dataclasses.field(default_factory=set)
+    has_warned: bool = False
 
     def tapped(self) -> Any:
         """Returns the tree of parameters after their taps."""
@@ -81,6 +90,20 @@ class Release:
         parameters after a step.
         """
         return self.trace == versions.current_trace()
+
+    def differentiates(self, x: Any) -> bool:
+        """Returns whether an array has a gradient, and is computed in the loss itself.
+
+        Arrays of a transformation within the loss do not show whether they have one.
+        """
+        trace = trace_of(x)
+        return trace is not None and any(trace is trace_of(tap) for tap in self.taps)
+
+    def warn(self, message: str) -> None:
+        """Warns about a caller of `coat.scan_layers` or `coat.apply_layer`, once."""
+        if not self.has_warned:
+            warnings.warn(message, stacklevel=4)
+        self.has_warned = True
 
     def indices(self, arrays: Sequence[Any]) -> list[int | None]:
         """Returns each array's index among the tapped parameters, or None."""
@@ -120,6 +143,11 @@ class Release:
         """Returns the sums of squares of some gradients, and 0 for other parameters."""
         sums = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads]
         return jnp.zeros(len(self.leaves)).at[jnp.array(indices)].set(jnp.stack(sums))
+
+
+def trace_of(x: Any) -> Any:
+    """Returns the trace of JAX in which an array is computed, or None."""
+    return getattr(x, "_trace", None)
 
 
 def _tap(release: Release, index: int):

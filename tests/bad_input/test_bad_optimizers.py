@@ -1,5 +1,7 @@
 """Tests that optimizers refuse bad options, gradients and states with a clear error."""
 
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from helpers.bad_input import BadInput, assert_refused
 import coat_jax as coat
 
 X = jnp.ones((4, 256))
+BF16, F32 = jnp.bfloat16, jnp.float32
 PARAMS = {"w": jnp.ones((64, 256)), "v": jnp.ones((64, 256))}
 TABLE = BadInput()
 refused = TABLE.refused
@@ -81,6 +84,8 @@ BAD_GRADIENTS = {
     "missing": ({"w": PARAMS["w"]}, "['v']"),
     "shape": ({"w": PARAMS["w"], "v": X}, "(64, 256)"),
     "transposed": ({"w": PARAMS["w"].T, "v": PARAMS["v"]}, "(256, 64)"),
+    "extra": (PARAMS | {"u": X}, "the tree of gradients has ['u'], which mu has not"),
+    "container": (OrderedDict(PARAMS), "must have the structure PyTreeDef({'v': *"),
 }
 for kind, (bad, contains) in BAD_GRADIENTS.items():
     refused(
@@ -108,6 +113,18 @@ refused(
     [optax.adamw(1e-3).init(PARAMS)],
     name="a state of optax",
     contains="coat.from_optax_state",
+)
+refused(
+    lambda v: TX.update(PARAMS, v, PARAMS),
+    [jax.tree.map(lambda x: x.astype(BF16) if x.dtype == F32 else x, STATE)],
+    name="a state with scales in bfloat16",
+    contains="the scales of mu['v'] must be float32, got bfloat16",
+)
+refused(
+    lambda v: optax.adamw(1e-3).update(PARAMS, v, PARAMS),
+    [STATE],
+    name="a state for optax",
+    contains="coat.to_optax_state",
 )
 refused(
     lambda v: jax.eval_shape(

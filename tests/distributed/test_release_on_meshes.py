@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from helpers.marks import slow
 from helpers.optimizers import assert_same_bits
-from helpers.released import loss_of, ordinary, parameters, tokens
+from helpers.released import SGD, loss_of, ordinary, parameters, tokens
 from helpers.sharded import as_kernels
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -102,6 +102,54 @@ def test_steps_within_shard_map(make):
     assert_same_bits(actual, expected)
     alone = jax.jit(coat.value_and_update(mean, tx))(params, state, batch)
     np.testing.assert_allclose(actual[0], alone[0], rtol=1e-3)
+
+
+def test_replicas_stay_equal_or_the_step_is_refused():
+    mesh, tx = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), SGD
+    params, batch = parameters(stacked=True), jnp.tile(tokens(), (2, 1))
+    arguments = params, tx.init(params), batch
+
+    def loss(params, tokens):
+        return jax.lax.pmean(loss_of(coat.scan_layers)(params, tokens), "data")
+
+    step = coat.value_and_update(loss, tx)
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+
+    def sharded(**options):
+        return jax.jit(jax.shard_map(step, mesh=mesh, **specs, **options))
+
+    _, after, _ = sharded(check_vma=True)(*arguments)
+    for p in jax.tree.leaves(after):
+        replicas = [
+            np.asarray(shard.data, np.float32) for shard in p.addressable_shards
+        ]
+        np.testing.assert_array_equal(replicas, replicas[:1] * 8)
+    refused = pytest.raises(ValueError, match="the gradient of this device alone")
+    with refused:
+        sharded(check_vma=False)(*arguments)
+    with refused:
+        jax.pmap(step, "data", in_axes=(None, None, 0))(
+            *arguments[:2], batch.reshape(8, 1, -1)
+        )
+
+
+@pytest.mark.parametrize("axis_name", [None, "examples"])
+def test_each_example_of_a_vmap_steps_its_own_copy(axis_name):
+    params, tx = parameters(stacked=True), SGD
+    mean, batch = loss_of(coat.scan_layers), tokens()[:, None]
+
+    def loss(params, tokens):
+        value = mean(params, tokens)
+        return value if axis_name is None else jax.lax.pmean(value, axis_name)
+
+    def mapped(step):
+        mapped = jax.vmap(step, (None, None, 0), axis_name=axis_name)
+        return jax.jit(mapped)(params, tx.init(params), batch)
+
+    expected, actual = map(
+        mapped, (ordinary(loss, tx), coat.value_and_update(loss, tx))
+    )
+    assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("make", [optax.adam, coat.fp8_adamw])

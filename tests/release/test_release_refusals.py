@@ -55,6 +55,19 @@ COUPLED = {
         lambda: chained(optax.normalize_by_update_norm()),
         "depends on the gradient of",
     ),
+    "sharpness": (
+        lambda: optax.contrib.sam(
+            chained(), chained(optax.contrib.normalize()), reset_state=False
+        ),
+        "depends on the gradient of",
+    ),
+    "loss": (
+        lambda: optax.chain(
+            coat.fp8_adamw(1e-3), optax.contrib.reduce_on_plateau(patience=2)
+        ),
+        "argument: 'value'. Use jax.value_and_grad",
+    ),
+    "loss, before": (optax.polyak_sgd, "argument: 'value'. Use jax.value_and_grad"),
 }
 
 
@@ -85,8 +98,10 @@ def test_norms_of_whole_stacks_are_refused(name):
         step_of(NORMS[name]())
 
 
-def test_norms_of_unrolled_parameters_step():
-    tx = optax.chain(optax.clip_by_block_rms(1e-3), optax.lamb(1e-3))
+@pytest.mark.parametrize("last", [optax.lamb, coat.fp8_adamw])
+def test_norms_of_unrolled_parameters_step(last):
+    clip = optax.clip_by_block_rms(1e-3)
+    tx = optax.chain(clip, last(1e-3), clip)
     assert_steps_equal(UNROLLED, tx, parameters(stacked=False), tokens())
 
 
@@ -215,6 +230,65 @@ def test_layers_that_lax_scan_hides_give_a_warning(stacks, scan):
     jax.eval_shape(coat.value_and_update(SCANNED, SGD), large, state, tokens())
     if (stacks, scan) == (["layers"], "scan"):
         assert_step_is_plain(loss)
+
+
+BF16 = jnp.bfloat16
+COMPUTED = {
+    "cast": lambda p: p["w"].astype(BF16),
+    "cast, next to a small parameter": lambda p: (p["w"].astype(BF16), p["norm"]),
+    "cast, next to a large parameter": lambda p: (p["w"].astype(BF16), p["v"]),
+    "scaled": lambda p: p["w"] * p["norm"][0, 0],
+    "sliced": lambda p: p["w"][:, 1:],
+    "constrained": lambda p: jax.lax.optimization_barrier(p["w"]),
+}
+ORDINARY = {
+    "parameters": lambda p: p,
+    "frozen": lambda p: jax.lax.stop_gradient(p["w"]).astype(BF16),
+    "small": lambda p: 2 * p["norm"],
+    "activations": lambda p: (p["w"], jnp.broadcast_to(p["norm"], (2, 400, 999))),
+}
+
+
+def traced_step(stack_of, apply=coat.scan_layers, around=lambda loss: loss):
+    """Traces a step of layers that get `stack_of` the parameters."""
+    shapes = {"w": (2, 999, 999), "v": (2, 999, 999), "norm": (2, 1, 999)}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+
+    def layer(p, x):
+        return x + sum(jnp.sum(w.astype(jnp.float32)) for w in jax.tree.leaves(p))
+
+    def loss(params):
+        return apply(layer, jnp.float32(0), stack_of(params))
+
+    step = coat.value_and_update(around(loss), SGD)
+    jax.eval_shape(step, params, jax.eval_shape(SGD.init, params))
+
+
+@pytest.mark.parametrize("apply", [coat.scan_layers, coat.apply_layer])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_layers_of_arrays_that_the_loss_computes_give_one_warning(name, apply):
+    with pytest.warns(UserWarning, match="cast, scale or reshape them") as record:
+        traced_step(COMPUTED[name], apply)
+    assert [warning.filename for warning in record] == [__file__]
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_layers_of_other_arrays_give_no_warning(name):
+    traced_step(ORDINARY[name])
+
+
+AROUND = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda loss: lambda p: jax.lax.cond(p["w"][0, 0, 0] > 0, loss, loss, p),
+    "layer": lambda loss: lambda p: coat.apply_layer(lambda p, _: loss(p), 0.0, p),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_loss_within_a_transformation_gives_a_warning_that_names_it(around):
+    with pytest.warns(UserWarning, match="coat.scan_layers within jax.jit"):
+        traced_step(lambda params: params, around=AROUND[around])
 
 
 # --- Clipping by the global norm, and steps that are skipped. ---
