@@ -30,8 +30,6 @@ class FolderTokens:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = hf.load_tokenizer(folder)
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
         added = self.tokenizer.get_added_tokens_decoder().items()
         self.special = {
             token.content: number
