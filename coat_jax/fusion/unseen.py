@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.quantization.array import undifferentiated
-
 
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
 def mean_of_values(
@@ -40,8 +38,9 @@ def mean_of_values(
 
 @mean_of_values.defjvp
 def _(scale, primals, tangents):
-    # These are derivatives at a point, so they have no derivatives of their own.
-    (q, k, v), (dq, dk, dv) = undifferentiated(primals), tangents
+    # These are derivatives at a point and have no derivatives of their own. Flash
+    # attention, which reads the same arrays, refuses second derivatives.
+    (q, k, v), (dq, dk, dv) = primals, tangents
     tangent = mean_of_values(q, k, dv, scale).astype(jnp.float32)
     if scale:
         centred = v.astype(jnp.float32) - _mean(v)

@@ -173,12 +173,6 @@ def test_derivatives_of_a_query_that_sees_no_key(dtype):
         assert np.linalg.norm(error) < 0.005 * np.linalg.norm(reference)
 
 
-def test_second_derivatives_of_a_query_that_sees_no_key_are_refused():
-    q, k, v, _ = arguments()
-    with pytest.raises(NotImplementedError, match="differentiated once"):
-        jax.hessian(lambda q: mean_of_values(q, k, v, 1.0).sum())(q)
-
-
 def test_an_attention_of_attention_is_found_once(calls):
     def function(q, k, v, mask):
         return mixed(softmax(mixed(softmax(scores(q, k)), k).transpose(0, 2, 1, 3)), v)
