@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def mean_of_values(
     q: Float[Array, "b s n d"],
     k: Float[Array, "b t m d"],
@@ -23,7 +23,8 @@ def mean_of_values(
     """Returns the mean of all values, for each query.
 
     The derivatives equal the derivatives of softmax attention with the scores
-    `scale * q @ k.T` at a point where all scores of a query are equal.
+    `scale * q @ k.T` at a point where all scores of a query are equal. The backward
+    pass reads nothing but the arguments, as flash attention's does.
 
     Args:
       q: Queries.
@@ -32,30 +33,34 @@ def mean_of_values(
       scale: The factor on products of queries and keys. With 0 the result does not
         depend on them.
     """
-    mean = jnp.repeat(_mean(v), q.shape[2] // k.shape[2], axis=2)
+    del k, scale
+    mean = jnp.repeat(_mean(v), q.shape[2] // v.shape[2], axis=2)
     return jnp.broadcast_to(mean, q.shape).astype(q.dtype)
 
 
-@mean_of_values.defjvp
-def _(scale, primals, tangents):
-    # These are derivatives at a point and have no derivatives of their own. Flash
-    # attention, which reads the same arrays, refuses second derivatives.
-    (q, k, v), (dq, dk, dv) = primals, tangents
-    tangent = mean_of_values(q, k, dv, scale).astype(jnp.float32)
+def _forward(q, k, v, scale):
+    return mean_of_values(q, k, v, scale), (q, k, v)
+
+
+def _backward(scale, saved, dy):
+    q, k, v = (x.astype(jnp.float32) for x in saved)
+    b, t, m, d = k.shape
+    dy = dy.astype(jnp.float32).reshape(b, q.shape[1], m, -1, d)
+    dq, dk = jnp.zeros_like(q), jnp.zeros_like(k)
+    dv = jnp.broadcast_to(dy.sum((1, 3))[:, None] / t, v.shape)
     if scale:
-        centred = v.astype(jnp.float32) - _mean(v)
-        tangent += scale * (_mixed(dq, k, centred) + _mixed(q, dk, centred))
-    return mean_of_values(q, k, v, scale), tangent.astype(q.dtype)
+        centred = v - _mean(v)
+        slopes = jnp.einsum("btmi,btmj->bmij", k, centred) * (scale / t)
+        dq = jnp.einsum("bmij,bsmgj->bsmgi", slopes, dy).reshape(q.shape)
+        products = jnp.einsum("bsmgi,bsmgj->bmij", q.reshape(dy.shape), dy)
+        dk = jnp.einsum("bmij,btmj->btmi", products * (scale / t), centred)
+    pairs = zip((dq, dk, dv), saved, strict=True)
+    return tuple(dx.astype(x.dtype) for dx, x in pairs)
+
+
+mean_of_values.defvjp(_forward, _backward)
 
 
 def _mean(v: Array) -> Float[Array, "b 1 m d"]:
     """Returns the mean of values in float32."""
     return v.mean(axis=1, keepdims=True, dtype=jnp.float32)
-
-
-def _mixed(q: Array, k: Array, v: Array) -> Float[Array, "b s n d"]:
-    """Returns the mean of values times their products with queries, in float32."""
-    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    product = jnp.einsum("btmi,btmj->bmij", k, v) / k.shape[1]
-    groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    return jnp.einsum("bsmgi,bmij->bsmgj", groups, product).reshape(q.shape)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import coat_jax as coat
 from coat_jax.fusion import attention as rewriting
 from coat_jax.layers import flash_attention
+from pallas_kernels.dispatch import placement
 
 pytestmark = pytest.mark.distributed
 
@@ -43,6 +44,7 @@ def parts(monkeypatch):
         return flash.attention(scores, q, k, v, mask)
 
     monkeypatch.setattr(flash_attention, "_in_jax", attention)
+    placement._part.cache_clear()  # Parts of equal calls are traced once.
     return shapes
 
 
