@@ -148,18 +148,23 @@ def test_the_api_reference_is_complete():
     assert "\n::: pallas_kernels\n" in text
 
 
-def _blocks():
-    """Yields the Python code of the README and of each guide, each block once.
+# Whole models, which other tests train and load, too.
+_SLOW_BLOCKS = {
+    "experts-0", "experts-1", "finetuning-0", "gpus-0", "gpus-1", "gpus-2", "layers-5",
+    "models-hf-0",
+}  # fmt: skip
 
-    The longest block is marked as slow.
-    """
+
+def _blocks():
+    """Yields the Python code of the README and of each guide, each block once."""
     blocks = {}
     for page in (_ROOT / "README.md", *sorted((_ROOT / "docs" / "pages").glob("*.md"))):
         code = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M)
         for number, block in enumerate(code):
             blocks.setdefault(block, f"{page.stem}-{number}")
+    assert set(blocks.values()) >= _SLOW_BLOCKS
     for block, name in blocks.items():
-        marks = [pytest.mark.slow] if name == "gpus-2" else []
+        marks = [pytest.mark.slow] if name in _SLOW_BLOCKS else []
         yield pytest.param(block, id=name, marks=marks)
 
 

@@ -7,9 +7,11 @@ import itertools
 
 import pytest
 from helpers import switches
+from helpers.marks import slow
 
 # Every function with one switch and every switch with one function at least. In this
-# order the layer, which takes the longest, has a switch of few transformations.
+# order the layer, which takes the longest, has a switch of few transformations. It is
+# slow, and `tests/remat/test_remat_reuse.py` has leak checks, too.
 _FUNCTIONS = [*list(switches.cases())[2:], *list(switches.cases())[:2]]
 _SOME = list(zip(itertools.cycle(_FUNCTIONS), switches.SWITCHES, strict=False))
 
@@ -20,7 +22,10 @@ def _checked(function: str, switch: str) -> None:
     assert text == switches.read_page()[function, switch]
 
 
-@pytest.mark.parametrize(("function", "switch"), _SOME)
+@pytest.mark.parametrize(
+    ("function", "switch"),
+    [slow(*cell) if cell[0].startswith("DecoderLayer") else cell for cell in _SOME],
+)
 def test_functions_work_where_their_plain_twins_do(function, switch):
     _checked(function, switch)
 

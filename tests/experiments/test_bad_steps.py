@@ -213,6 +213,7 @@ def test_a_rollback_leaves_the_batches_out(recipe, bad, left_out, corpus, tmp_pa
     )
 
 
+@pytest.mark.slow  # Rollbacks are counted below.
 def test_the_fourth_rollback_to_one_checkpoint_is_a_stop(corpus, tmp_path, capsys):
     out, path = tmp_path / "run", corpus(_NAN, 5, 6, 7, 8)
     assert _train(path, out, "--bad-step", "rollback") == 1
@@ -250,7 +251,7 @@ def test_a_nan_in_validation_stops(bad_validation, tmp_path, capsys):
     assert [row["loss"] for row in rows] == _trained(bad_validation, set())[0]
 
 
-@pytest.mark.slow  # Three rollbacks are counted above.
+@pytest.mark.slow  # Rollbacks are counted below.
 def test_a_nan_in_validation_rolls_back(bad_validation, tmp_path, capsys):
     out = tmp_path / "run"
     assert _train(bad_validation, out, "--bad-step", "rollback") == 1

@@ -22,12 +22,15 @@ _ROWS = [(5, 2, 2048), (2, 2, 2, 2064), (1, 2, 28_656)]
 _ROWS += [(5, 2, 1408), (2, 3, 2, 1920), (17, 2, 128)]  # Short ones.
 ACTIVATIONS = ["silu", "gelu", "gelu_exact"]
 _CASE = "activation", "shape"
-every_activation = pytest.mark.parametrize(
-    _CASE, list(zip(ACTIVATIONS, _SHAPES, strict=True))
-)
+_CASES = list(zip(ACTIVATIONS, _SHAPES, strict=True))
+every_activation = pytest.mark.parametrize(_CASE, _CASES)
+one_activation = pytest.mark.parametrize(_CASE, slow_except([_CASES[1]], _CASES))
 _IN_ROWS = list(zip(ACTIVATIONS * 2, _ROWS, strict=True))
 every_activation_in_rows = pytest.mark.parametrize(
     _CASE, slow_except([_IN_ROWS[0], _IN_ROWS[-1]], _IN_ROWS)
+)
+one_activation_in_rows = pytest.mark.parametrize(
+    _CASE, slow_except([_IN_ROWS[0]], _IN_ROWS)
 )
 # Copies are made alike for all activations, which other tests compare with formulas.
 every_activation_in_tiles = pytest.mark.parametrize(

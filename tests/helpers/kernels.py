@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels as pk
 from helpers import oracle
+from helpers.marks import slow
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -19,6 +20,9 @@ OPTIMIZED = {"xla_backend_optimization_level": 3}
 on_gpu = pytest.param("mosaic", marks=pytest.mark.gpu)
 every_implementation = pytest.mark.parametrize(
     "implementation", ["reference", "interpret", on_gpu]
+)
+kernel_or_slowly_reference = pytest.mark.parametrize(
+    "implementation", [slow("reference"), "interpret", on_gpu]
 )
 every_kernel = pytest.mark.parametrize("implementation", ["interpret", on_gpu])
 

@@ -18,6 +18,8 @@ from helpers.gates import (
     every_activation_in_tiles,
     exact,
     inputs,
+    one_activation,
+    one_activation_in_rows,
     with_scale,
 )
 from helpers.kernels import (
@@ -29,6 +31,7 @@ from helpers.kernels import (
     encoded_groups,
     every_implementation,
     every_kernel,
+    kernel_or_slowly_reference,
     run,
 )
 from helpers.marks import slow
@@ -36,7 +39,7 @@ from helpers.marks import slow
 import pallas_kernels as pk
 
 
-@every_implementation
+@kernel_or_slowly_reference
 @every_activation
 def test_products(implementation, activation, shape):
     groups, _ = inputs(shape)
@@ -53,7 +56,7 @@ def test_products(implementation, activation, shape):
     np.testing.assert_allclose(np.max(out.largest), np.abs(y).max(), rtol=ERROR)
 
 
-@every_implementation
+@kernel_or_slowly_reference
 @every_activation
 def test_gradients(implementation, activation, shape):
     groups, dy = inputs(shape)
@@ -69,7 +72,7 @@ def test_gradients(implementation, activation, shape):
     assert_rounded(out.values, grads, size, SCALE)
 
 
-@every_implementation
+@kernel_or_slowly_reference
 @every_activation_in_tiles
 def test_transposed_copies(implementation, activation, shape):
     groups, dy = inputs(shape)
@@ -88,7 +91,7 @@ def test_transposed_copies(implementation, activation, shape):
         assert_transposed(out._replace(transposed=alone.transposed))
 
 
-@every_implementation
+@kernel_or_slowly_reference
 @every_activation_in_tiles
 def test_gradients_with_the_product(implementation, activation, shape):
     groups, dy = inputs(shape)
@@ -108,7 +111,7 @@ def test_gradients_with_the_product(implementation, activation, shape):
     assert_identical(*products)
 
 
-@every_implementation
+@kernel_or_slowly_reference
 @every_activation_in_rows
 def test_a_scale_for_each_row(implementation, activation, shape):
     groups, _ = inputs(shape)
@@ -121,7 +124,7 @@ def test_a_scale_for_each_row(implementation, activation, shape):
 
 
 @every_implementation
-@pytest.mark.parametrize(("dtype", "n"), [(F32, 2304), (BF16, 1536)])
+@pytest.mark.parametrize(("dtype", "n"), [(F32, 2304), slow(BF16, 1536)])
 def test_wide_gates_are_kept_in_groups(implementation, dtype, n):
     groups, _ = inputs((3, 2, n))
     wide = jnp.asarray(decoded(groups), dtype)
@@ -137,7 +140,7 @@ def test_wide_gates_are_kept_in_groups(implementation, dtype, n):
 
 
 @every_implementation
-@pytest.mark.parametrize("n", [2048, 256])
+@pytest.mark.parametrize("n", [slow(2048), 256])
 def test_what_is_not_finite(implementation, n):
     groups, dy = inputs((16, 2, n))
     groups = groups._replace(scale=groups.scale.at[3, 0, 5].set(np.nan))
@@ -240,7 +243,7 @@ def test_what_cannot_run_is_named():
         pk.gated((gate, jax.tree.map(lambda x: x[:8], up)))
 
 
-@every_implementation
+@kernel_or_slowly_reference
 @every_activation_in_tiles
 def test_gate_and_up_as_two_arrays(implementation, activation, shape):
     groups, dy = inputs(shape)
@@ -286,8 +289,8 @@ def alone(gate_up):
     return apart(gate_up)[:1], pk.Scaled(codes, scale)
 
 
-@every_implementation
-@every_activation
+@kernel_or_slowly_reference
+@one_activation
 def test_an_activation_without_up(implementation, activation, shape):
     groups, dy = inputs(shape)
     gate, with_ones = alone(groups)
@@ -303,7 +306,7 @@ def test_an_activation_without_up(implementation, activation, shape):
     assert np.max(out.largest) == np.abs(np.asarray(values, np.float32)).max()
 
 
-@every_implementation
+@kernel_or_slowly_reference
 @every_activation_in_tiles
 def test_gradients_of_an_activation_with_its_output(implementation, activation, shape):
     groups, dy = inputs(shape)
@@ -322,8 +325,8 @@ def test_gradients_of_an_activation_with_its_output(implementation, activation, 
     assert_identical(out.product, wide.product)
 
 
-@every_implementation
-@every_activation_in_rows
+@kernel_or_slowly_reference
+@one_activation_in_rows
 def test_an_activation_with_a_scale_for_each_row(implementation, activation, shape):
     groups, _ = inputs(shape)
     wide = jnp.asarray(decoded(groups), BF16)[..., 0, :]

@@ -114,8 +114,8 @@ def check_rows(
 
 WITHOUT_SCALES = {"a_dtype": BF16, "b_dtype": BF16, "kinds": ("none", "none")}
 ROWS = [
-    ([100, 0, 1, 155], (256, 128, 128), {}),
-    ([3, 70, 0, 64, 5], (200, 256, 256), {"tuning": TURNS, "kinds": ("one", "groups")}),
+    slow([100, 0, 1, 155], (256, 128, 128), {"kinds": ("one", "groups")}),
+    ([3, 70, 0, 64, 5], (200, 256, 256), {"tuning": TURNS}),
     slow([0, 0, 256], (256, 256, 128), {"out_dtype": F32, "kinds": ("rows", "groups")}),
     slow([0, 0], (256, 128, 128), {}),
     slow([130, 3, 67], (256, 256, 256), {"tuning": PAIRS, "listed": True}),
@@ -134,7 +134,7 @@ def test_rows_of_groups_are_float64s_but_for_rounding(
 
 
 @every_implementation
-@pytest.mark.parametrize("tuning", [TILE, TURNS, PAIRS])
+@pytest.mark.parametrize("tuning", [slow(TILE), slow(TURNS), PAIRS])
 def test_the_amax_is_of_rows_in_groups(implementation, tuning):
     """Tiles at borders read rows of the next group, which do not count."""
     sizes, rng = [100, 0, 1, 60], np.random.default_rng(0)
@@ -259,7 +259,7 @@ def check_gradient(
 
 
 GRADIENTS = [
-    ([100, 0, 1, 155], (256, 128, 128), {}),
+    slow([100, 0, 1, 155], (256, 128, 128), {}),
     ([3, 170, 0, 64, 5], (384, 256, 128), {"tuning": TURNS, "kinds": 2 * ("one",)}),
     slow([0, 0, 256], (256, 136, 192), {"out_dtype": F32, "kinds": 2 * ("groups",)}),
     slow([0, 0], (256, 128, 128), {"kinds": ("none", "none")}),

@@ -17,6 +17,7 @@ from helpers.kernels import (
     encoded_groups,
     every_implementation,
     every_kernel,
+    kernel_or_slowly_reference,
     numbers,
     on_gpu,
     run,
@@ -45,9 +46,9 @@ CASES = [
     ((2, 9, 384), "layer", F32, 1, True, dataclasses.replace(FEW, sms=4)),
     slow((3, 2, 2, 1024), "rms", BF16, 2, False, FEW),
 ]
-cases = pytest.mark.parametrize(
-    ("shape", "kind", "dtype", "parts", "grouped", "tuning"), CASES
-)
+CASE = "shape", "kind", "dtype", "parts", "grouped", "tuning"
+cases = pytest.mark.parametrize(CASE, CASES)
+one_case = pytest.mark.parametrize(CASE, [slow(*CASES[2]), *CASES[:2], *CASES[3:]])
 
 
 def inputs(shape, dtype=BF16, parts=0, grouped=False, seed=0):
@@ -117,7 +118,7 @@ def assert_rounded(actual, expected, dtype, scale=1.0, slack=1e-5):
     assert np.all(error <= allowed), (error / allowed).max()
 
 
-@every_implementation
+@kernel_or_slowly_reference
 @cases
 def test_rows_are_normed(implementation, shape, kind, dtype, parts, grouped, tuning):
     x, values, weight, bias = inputs(shape, dtype, parts, grouped, seed=sum(shape))
@@ -129,8 +130,8 @@ def test_rows_are_normed(implementation, shape, kind, dtype, parts, grouped, tun
     assert (out.transposed, out.scale, out.groups) == (None,) * 3
 
 
-@every_implementation
-@cases
+@kernel_or_slowly_reference
+@one_case
 def test_rows_are_quantized_with_a_given_scale(
     implementation, shape, kind, dtype, parts, grouped, tuning
 ):
@@ -162,8 +163,8 @@ def test_codes_saturate(implementation):
     np.testing.assert_array_equal(wide(y), wide(x) * 448)
 
 
-@every_implementation
-@cases
+@kernel_or_slowly_reference
+@one_case
 def test_rows_are_quantized_with_a_scale_each(
     implementation, shape, kind, dtype, parts, grouped, tuning
 ):
@@ -184,7 +185,7 @@ def test_the_input_is_quantized_in_groups(implementation):
     assert_identical(out.groups, encoded_groups(x, E4M3, 16))
 
 
-@every_implementation
+@kernel_or_slowly_reference
 @cases
 def test_gradients(implementation, shape, kind, dtype, parts, grouped, tuning):
     x, values, weight, bias = inputs(shape, dtype, parts, grouped, seed=sum(shape) + 3)
@@ -219,7 +220,7 @@ def test_gradients(implementation, shape, kind, dtype, parts, grouped, tuning):
     assert_rounded(out.y.T, y, E4M3, SCALE)
 
 
-@every_implementation
+@kernel_or_slowly_reference
 def test_what_is_not_finite_stays_in_its_row(implementation):
     x = numbers((4, 256))
 
@@ -239,7 +240,7 @@ def test_what_is_not_finite_stays_in_its_row(implementation):
         assert np.isfinite(wide(grads.dx)).reshape(4, -1)[[0, 1, 3]].all()
 
 
-@every_implementation
+@kernel_or_slowly_reference
 def test_rows_of_zeros(implementation):
     zeros = jnp.zeros((2, 128), BF16)
     out = run(implementation, functools.partial(pk.norm, scale="row", eps=0.0), zeros)

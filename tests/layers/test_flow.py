@@ -92,7 +92,7 @@ NEAR = 0.01
     ("kind", "gate", "dtype"),
     [
         slow("rms", "silu", jnp.bfloat16),
-        ("rms", "silu", jnp.float32),
+        slow("rms", "silu", jnp.float32),
         ("layer", "gelu", jnp.bfloat16),
         slow("rms", "gelu_exact", jnp.float32),
     ],
@@ -148,7 +148,7 @@ def rotated(x, theta):
     ("num_kv_heads", "kind", "dtype"),
     [
         (4, "rms", jnp.bfloat16),
-        (2, "layer", jnp.float32),
+        slow(2, "layer", jnp.float32),
         slow(4, "rms", jnp.float32),
         slow(2, "layer", jnp.bfloat16),
     ],

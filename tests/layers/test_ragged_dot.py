@@ -9,6 +9,7 @@ import pytest
 from helpers import oracle
 from helpers.dots import tensor
 from helpers.gradients import fake
+from helpers.marks import slow
 from jax import lax
 
 import coat_jax as coat
@@ -86,7 +87,7 @@ def test_results_are_those_of_quantized_numbers(kind):
         np.testing.assert_allclose(found, right, rtol=0, atol=1e-6 * unit)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
 def test_dtypes_are_those_of_ragged_dot(dtype):
     x, w, dy = (jnp.asarray(v, dtype) for v in arrays(dtype))
     sizes = jnp.asarray(SIZES["random"])

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from helpers import small_models
 from helpers.gradients import compiled
+from helpers.marks import slow
 
 import coat_jax as coat
 from coat_jax.models import generation, llama, prompts, stop_strings
@@ -51,8 +52,8 @@ def naive(net: llama.Llama, prompt: list[int], count: int) -> list[int]:
     ("dtype", "options", "tolerance"),
     [
         (jnp.float32, {}, 1e-4),
-        (jnp.float32, {"norm": "layer", "tie_embeddings": False}, 1e-4),
-        (jnp.bfloat16, {}, 0.05),
+        slow(jnp.float32, {"norm": "layer", "tie_embeddings": False}, 1e-4),
+        slow(jnp.bfloat16, {}, 0.05),
     ],
 )
 def test_logits_of_the_cache_are_those_of_a_whole_pass(dtype, options, tolerance):
@@ -90,7 +91,7 @@ def test_greedy_tokens_are_those_of_a_loop_that_computes_all_again():
         assert length == 6
 
 
-@pytest.mark.parametrize("recipe", ["te", "coat", "coat_max"])
+@pytest.mark.parametrize("recipe", [slow("te"), "coat", slow("coat_max")])
 def test_every_recipe_generates_as_bf16_does(recipe):
     net = model(recipe, dtype=jnp.float32)
     expected = coat.generate(model(dtype=jnp.float32), PROMPTS, max_new_tokens=4)
@@ -100,10 +101,10 @@ def test_every_recipe_generates_as_bf16_does(recipe):
 
 def test_weights_quantized_beforehand_are_not_used():
     net = model("coat", dtype=jnp.float32)
-    expected = coat.generate(net, PROMPTS, max_new_tokens=3)
+    expected = coat.generate(net, PROMPTS, max_new_tokens=4)
     net = nnx.merge(*nnx.split(net))
     nnx.jit(llama.Llama.quantize_weights)(net)
-    actual = coat.generate(net, PROMPTS, max_new_tokens=3)
+    actual = coat.generate(net, PROMPTS, max_new_tokens=4)
     np.testing.assert_array_equal(actual.tokens, expected.tokens)
 
 
@@ -190,7 +191,7 @@ def spelling(token: int) -> bytes:
 
 
 # A tokenizer may have more tokens than the model.
-@pytest.mark.parametrize("more", [[], [b"<image>"]])
+@pytest.mark.parametrize("more", [slow([]), [b"<image>"]])
 def test_a_stop_string_ends_its_prompt_alone(more):
     net = model(dtype=jnp.float32)
     free = coat.generate(net, PROMPTS, max_new_tokens=6).tokens.tolist()

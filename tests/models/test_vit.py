@@ -47,8 +47,8 @@ def images(size: int = 32, channels: int = 3):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"patch_size": 8, "num_heads": 2, "norm_eps": 1e-2},
+        slow({}),
+        slow({"patch_size": 8, "num_heads": 2, "norm_eps": 1e-2}),
         {"image_size": 12, "num_channels": 1},
     ],
     ids=["four by four", "larger patches", "one channel"],
@@ -68,13 +68,12 @@ def computed(recipe: str):
     """Returns features and the gradients of a loss."""
     graph, params = split(config(recipe=recipe))
 
-    def features(params):
-        return nnx.merge(graph, params)(images())
-
     def loss(params):
-        return jnp.sum(jnp.sin(features(params).astype(jnp.float32)))
+        features = nnx.merge(graph, params)(images())
+        return jnp.sum(jnp.sin(features.astype(jnp.float32))), features
 
-    return compiled(lambda p: (features(p), jax.grad(loss)(p)), params)
+    gradient, features = compiled(jax.grad(loss, has_aux=True), params)
+    return features, gradient
 
 
 def residuals(recipe: str):

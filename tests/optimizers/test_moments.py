@@ -14,7 +14,7 @@ from jax.tree_util import GetAttrKey
 import coat_jax as coat
 
 every_format = pytest.mark.parametrize(
-    "format", [coat.E4M3, coat.E5M2, coat.DE8], ids=repr
+    "format", [coat.E4M3, slow(coat.E5M2), coat.DE8], ids=repr
 )
 
 
@@ -165,7 +165,7 @@ def test_rows_and_the_table_name_each_moment():
 
 def test_a_lost_group_shows_as_nan():
     bad = jnp.asarray(gradients(0)).at[3, 7].set(jnp.nan)
-    _, _, state = run(coat.scale_by_fp8_adam(), jnp.ones(SHAPE), [bad])
+    _, _, state = run(coat.scale_by_fp8_adam(), jnp.ones(SHAPE), [bad], jit=True)
     assert all(np.isnan(row["error"]) for row in coat.moment_report(state).rows())
 
 

@@ -275,7 +275,7 @@ def trained(loss, make, **options):
         (coat.E4M3, rosenbrock, False),
         slow(coat.E5M2, least_squares, False),
         slow(coat.E5M2, rosenbrock, True),
-        (coat.DE8, least_squares, True),
+        slow(coat.DE8, least_squares, True),
         slow(coat.DE8, rosenbrock, False),
     ],
 )

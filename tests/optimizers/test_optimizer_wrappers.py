@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.marks import slow
 from helpers.optimizers import (
     SHAPE,
     assert_same_bits,
@@ -157,7 +158,7 @@ def test_lookahead(reset_state):
 
 @same_bits
 @pytest.mark.parametrize(
-    ("transform", "normalize_mu"), [(lambda fn: fn, True), (nnx.jit, False)]
+    ("transform", "normalize_mu"), [slow(lambda fn: fn, True), (nnx.jit, False)]
 )
 def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):
     tx = optax.chain(

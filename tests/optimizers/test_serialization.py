@@ -9,14 +9,8 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from flax.training.train_state import TrainState
-from helpers.optimizers import (
-    SHAPE,
-    assert_same_bits,
-    either_scheme,
-    gradients,
-    run,
-    run_on,
-)
+from helpers.marks import slow
+from helpers.optimizers import SHAPE, assert_same_bits, gradients, run, run_on
 from jax.sharding import SingleDeviceSharding
 
 import coat_jax as coat
@@ -70,7 +64,9 @@ def with_formats() -> coat.QuantizedState:
     return run(tx, PARAMS["w"], [g["w"] for g in GRADS], jit=True)[2]
 
 
-@either_scheme
+@pytest.mark.parametrize(
+    "normalize_mu", [True, slow(False)], ids=["normalized", "coat"]
+)
 @every_way
 def test_every_bit_comes_back(way, normalize_mu, tmp_path):
     tx = wrapped(normalize_mu=normalize_mu)
@@ -95,7 +91,7 @@ def test_other_formats_come_back(way, tmp_path):
     assert_same_bits(way(state, like, **options), state)
 
 
-@pytest.mark.parametrize("expand", [False, True, 2.5])
+@pytest.mark.parametrize("expand", [slow(False), True, 2.5])
 def test_quantized_arrays_by_themselves(rng, expand):
     x = jnp.asarray(rng.standard_normal((8, 200)), jnp.bfloat16)
     q = coat.quantize(x, expand=expand, granularity=coat.PerBlock(2, 64))

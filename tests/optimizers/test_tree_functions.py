@@ -22,7 +22,9 @@ WRAPPERS = {
     "multi steps": lambda make: optax.MultiSteps(make(1e-3), 2),
     "injected": lambda make: optax.inject_hyperparams(make)(learning_rate=1e-3),
 }
-every_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS)
+every_wrapper = pytest.mark.parametrize(
+    "wrapper", slow_except(["chain", "multi steps", "injected"], WRAPPERS)
+)
 WHOLE = jax.NamedSharding(jax.make_mesh((1,), ("d",)), jax.P())
 
 

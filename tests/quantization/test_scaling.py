@@ -11,6 +11,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from helpers import segments as plain
 from helpers.gradients import compiled
+from helpers.marks import slow_except
 from helpers.models import normal, parameters
 
 import coat_jax as coat
@@ -72,7 +73,7 @@ HISTORIES = {
     "attention_out": ("out_grad",),
     "gated_mlp": ("gate_up_grad", "down_grad"),
 }
-SEGMENTS = list(HISTORIES)
+SEGMENTS = slow_except(["attention_in", "gated_mlp"], HISTORIES)
 
 
 def positional(fn):

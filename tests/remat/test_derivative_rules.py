@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.dots import linear, rms
 from helpers.gradients import value_and_vjp
+from helpers.marks import slow, slow_except
 from helpers.models import normal
 
 import pallas_kernels as pk
@@ -116,6 +117,7 @@ WITH_KERNELS = {
     "clip before a norm": {"norm", "norm_grad"},
     "clip before a residual": {"norm", "norm_grad"},
 }
+SIMILAR = {"jitted activation", "clip before an activation"}
 RUN = (
     "clip within a jitted activation",
     "norm with a frozen scale",
@@ -124,7 +126,7 @@ RUN = (
 
 
 @pytest.mark.internals
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", slow_except(FORMS.keys() - SIMILAR, FORMS))
 def test_the_rule_decides(name):
     fn = FORMS[name]
     p = {n: normal(i, K, K, scale=0.1, dtype=BF16) for i, n in enumerate("abc")}
@@ -151,7 +153,7 @@ def test_the_rule_decides(name):
 
 
 @pytest.mark.internals
-@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, slow(jax.checkpoint)])
 def test_gradients_that_are_clipped_twice_are_added_then(wrap):
     """Two equal calls stay two, since clipped gradients are summed after clipping."""
 

@@ -18,6 +18,7 @@ from helpers.dots import (
     mlp_arguments,
 )
 from helpers.gradients import FP8, fp8_bytes, saved, saved_bytes, value_and_vjp
+from helpers.marks import slow, slow_except
 from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax import fp8_dot_general, fp8_remat
@@ -155,7 +156,7 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", slow_except(STACKS.keys() - {"indices"}, STACKS))
 def test_stacks_are_read_by_one_matmul(name):
     fn, expected = STACKS[name]
     ((w, down), x, _) = arguments()
@@ -199,7 +200,7 @@ def passes_apart():
     return value_and_vjp(fp8_remat(apart), dy, weights, x)
 
 
-@pytest.mark.parametrize("name", ["split", "swapped", "a stack [2, f, k]"])
+@pytest.mark.parametrize("name", ["split", "swapped", slow("a stack [2, f, k]")])
 def test_one_matmul_computes_what_two_do(name):
     (w, down), x, dy = arguments()
     halves = jnp.split(w.astype(BF16), 2, axis=1)

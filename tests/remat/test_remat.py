@@ -23,6 +23,7 @@ from helpers.gradients import (
     saved_bytes,
     value_and_vjp,
 )
+from helpers.marks import slow_except
 from helpers.models import (
     LinenNet,
     Mlp,
@@ -111,7 +112,7 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("make", COPIES)
+@pytest.mark.parametrize("make", slow_except([mlp, linen], COPIES))
 def test_saved_bytes_are_those_of_the_formats(make):
     """`fp8_remat` saves only the fewest copies that give the other residuals."""
     case = make()

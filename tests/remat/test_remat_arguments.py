@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from helpers.gradients import assert_close
+from helpers.marks import slow
 
 import coat_jax as coat
 
@@ -122,7 +123,7 @@ WAYS = {
     "ways",
     [
         ("unbound", "method", "partial"),
-        ("bound", "keyword", "strict node"),
+        slow(("bound", "keyword", "strict node")),
         ("nested",),
         ("fp8", "fp8 partial"),
     ],

@@ -447,7 +447,7 @@ def by_numpy(params, x, weights, ids, sizes):
 
 
 @pytest.mark.parametrize(
-    ("sums", "sizes"), [(plain, "one expert"), (contracted, "rows of none")]
+    ("sums", "sizes"), [slow(plain, "one expert"), (contracted, "rows of none")]
 )
 def test_values_are_numpys(sums, sizes):
     args = arguments(sizes)

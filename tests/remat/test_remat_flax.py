@@ -83,7 +83,7 @@ class Scanned(nn.Module):
     [
         slow(InSetup(True), InSetup(False)),
         (InCompact(True), InCompact(False)),
-        (Scanned(True), Scanned(False)),
+        slow(Scanned(True), Scanned(False)),
     ],
     ids=["setup", "compact", "scan"],
 )

@@ -203,7 +203,7 @@ def test_outputs_are_the_same_and_gradients_are_close(make):
         assert error < 0.07 * np.linalg.norm(flat(b)) + 1e-3 * size
 
 
-@pytest.mark.parametrize("make", BOUNDS)
+@pytest.mark.parametrize("make", slow_except([encoder, experts, unet], BOUNDS))
 def test_fewer_bytes_are_saved(make):
     case = make()
     plain, light = (

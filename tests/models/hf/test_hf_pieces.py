@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.marks import slow
 
 from coat_jax.models import hf
 from coat_jax.models.hf import config as configs
@@ -85,7 +86,7 @@ def params_of(model):
 
 
 @pytest.mark.parametrize("piece", [0, 7777, 2**25])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, slow(np.float16)])
 def test_every_bit_arrives(tmp_path, monkeypatch, dtype, piece):
     rng = np.random.default_rng(0)
     # Random bits have subnormals, infinities and NaNs of all kinds.
