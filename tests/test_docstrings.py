@@ -7,6 +7,7 @@ import pkgutil
 from pathlib import Path
 
 import pytest
+from helpers.marks import slow
 
 import coat_jax
 import pallas_kernels
@@ -25,7 +26,13 @@ def with_examples() -> list[str]:
     return [name for name, file in files.items() if ">>>" in Path(file).read_text()]
 
 
-@pytest.mark.parametrize("name", with_examples())
+# Examples in these modules compile whole models.
+WHOLE_MODELS = ["coat_jax.models.llama", "coat_jax.models.vit", "coat_jax.release.api"]
+
+
+@pytest.mark.parametrize(
+    "name", [slow(n) if n in WHOLE_MODELS else n for n in with_examples()]
+)
 def test_examples_run(name):
     results = doctest.testmod(importlib.import_module(name))
     assert results.attempted

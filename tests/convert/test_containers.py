@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from helpers.converted import converted
 from helpers.gradients import assert_close, flat
+from helpers.marks import slow
 
 import coat_jax as coat
 from coat_jax.convert import matmuls
@@ -82,17 +83,17 @@ def nearly(light, plain):
     ("name", "make", "rule", "paths"),
     [
         ("_layers", lambda a, b: nnx.List([a, b]), None, ["_layers/0", "_layers/1"]),
-        ("layers", lambda a, b: [a, b], None, ["layers/0", "layers/1"]),
+        slow("layers", lambda a, b: [a, b], None, ["layers/0", "layers/1"]),
         ("_layers", lambda a, b: (a, b), None, ["_layers/0", "_layers/1"]),
-        ("layers", lambda a, b: {0: a, 1: b}, None, ["layers/0", "layers/1"]),
-        ("layers", lambda a, b: [[a], [b]], None, ["layers/0/0", "layers/1/0"]),
+        slow("layers", lambda a, b: {0: a, 1: b}, None, ["layers/0", "layers/1"]),
+        slow("layers", lambda a, b: [[a], [b]], None, ["layers/0/0", "layers/1/0"]),
         ("layers", lambda a, b: [{"x": a}, (b,)], None, ["layers/0/x", "layers/1/0"]),
         ("_h", nnx.Sequential, None, ["_h/layers/0", "_h/layers/1"]),
-        ("c", lambda a, b: {"a": a, "b": b}, "c/.", ["c/a", "c/b"]),
+        slow("c", lambda a, b: {"a": a, "b": b}, "c/.", ["c/a", "c/b"]),
         ("c", lambda a, b: {"a": a, "b": b}, "c/a", ["c/a"]),
-        ("c", lambda a, b: nnx.Dict(a=a, b=b), "c/.", ["c/a", "c/b"]),
+        slow("c", lambda a, b: nnx.Dict(a=a, b=b), "c/.", ["c/a", "c/b"]),
         ("c", Pair, "c/(first|second)", ["c/first", "c/second"]),
-        ("c", lambda a, b: nnx.List([a, b]), "c", ["c/0", "c/1"]),
+        slow("c", lambda a, b: nnx.List([a, b]), "c", ["c/0", "c/1"]),
         ("c", lambda a, b: {"a": [a], "b": b}, "c", ["c/a/0", "c/b"]),
     ],
 )
@@ -148,7 +149,7 @@ def test_a_container_without_a_module_is_refused():
         coat.fp8(model, blocks="layers")
 
 
-@pytest.mark.parametrize("method", ["forward", "__call__", "_hidden"])
+@pytest.mark.parametrize("method", ["forward", slow("__call__"), "_hidden"])
 def test_blocks_are_converted_by_whatever_method_is_called(method):
     class Layer(Block):
         def _hidden(self, x):
@@ -191,7 +192,7 @@ class Statistics(nnx.Module):
         return self.down(self.dropout(nnx.gelu(self.up(x)), rngs=rngs))
 
 
-@pytest.mark.parametrize("own_rngs", [False, True])
+@pytest.mark.parametrize("own_rngs", [False, slow(True)])
 def test_changes_by_other_methods_are_seen_outside(own_rngs):
     class Model(nnx.Module):
         def __init__(self):
@@ -246,7 +247,7 @@ class Stack(nnx.Module):
         return jax.lax.scan(step, x, state)[0]
 
 
-@pytest.mark.parametrize("how", ["vmap", "nnx.scan", "jax.lax.scan"])
+@pytest.mark.parametrize("how", ["vmap", slow("nnx.scan"), "jax.lax.scan"])
 def test_stacks_of_nnx_are_named(how):
     light = coat.fp8(Stack(how), blocks="layers")
     assert converted(lambda model, x: model(x), light, X) == {"layers"}

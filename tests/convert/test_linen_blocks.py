@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from helpers.converted import converted
 from helpers.gradients import flat
+from helpers.marks import slow
 
 import coat_jax as coat
 
@@ -66,8 +67,15 @@ def nearly(light, plain):
     assert 0 < difference < 0.15 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("cls", [ScanBlock, VmapBlock])
-@pytest.mark.parametrize("method", ["__call__", "forward"])
+@pytest.mark.parametrize(
+    ("cls", "method"),
+    [
+        (ScanBlock, "forward"),
+        (VmapBlock, "__call__"),
+        slow(ScanBlock, "__call__"),
+        slow(VmapBlock, "forward"),
+    ],
+)
 def test_linen_blocks_of_any_name_and_method(cls, method):
     light = coat.fp8(LinenTower(cls, method))
     params = parameters(light, LinenTower(cls, method))
@@ -109,7 +117,7 @@ def test_linen_blocks_that_are_lifted_once_are_converted(lift):
     assert all(row.converted for row in report.rows)
 
 
-@pytest.mark.parametrize("inner", [ScanBlock, nn.remat(ScanBlock)])
+@pytest.mark.parametrize("inner", [ScanBlock, slow(nn.remat(ScanBlock))])
 @pytest.mark.parametrize("lift", [nn.scan, nn.vmap])
 def test_linen_stacks_are_named(lift, inner):
     class Stacked(nn.Module):

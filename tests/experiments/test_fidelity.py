@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.marks import slow_except
 from helpers.tables import text_of
 
 import coat_jax as coat
@@ -133,7 +134,7 @@ def test_each_operand_is_rounded_where_its_name_says():
     assert other.max() > 2**-6 * np.abs(dy.T @ x).max()  # Rounding does show.
 
 
-@pytest.mark.parametrize("only", get_args(Weight))
+@pytest.mark.parametrize("only", slow_except(["gate_up"], get_args(Weight)))
 def test_operands_of_one_weight_alone_are_rounded(only):
     shapes = {
         "qkv": (96, 32),

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from helpers import oracle, small_models
 from helpers.gradients import compiled
+from helpers.marks import slow
 
 import pallas_kernels as pk
 from experiments.activations import (
@@ -170,7 +171,7 @@ def _read_back(method, actual):
     return codes * np.kron(scale, np.ones((rows, columns)))
 
 
-@pytest.mark.parametrize("name", ["norm", "gate"])
+@pytest.mark.parametrize("name", [slow("norm"), "gate"])
 def test_timed_methods_quantize_the_output(name):
     operator, methods = granularity_times._OPERATORS[name]
     x = granularity_times._draw(name, (32, 64), jax.random.key(0))

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import oracle
+from helpers.marks import slow
 
 import coat_jax as coat
 from experiments.optimizer import error_studies as studies
@@ -117,7 +118,7 @@ def _quantized(x, format, expand):
 
 
 @pytest.mark.parametrize(
-    ("format", "expand"), [(coat.E4M3, False), (coat.E4M3, True), (coat.E5M2, 3.0)]
+    ("format", "expand"), [slow(coat.E4M3, False), (coat.E4M3, True), (coat.E5M2, 3.0)]
 )
 def test_stochastic_rounding_has_the_right_mean(rng, format, expand):
     x = jnp.asarray(rng.lognormal(0, 2, (6, 128)) * rng.choice([-1, 1], (6, 128)))
@@ -188,7 +189,7 @@ def test_peak_over_rms(rng):
     np.testing.assert_array_equal(actual[:, 0], expected)
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", [slow(False), True])
 def test_replays_are_those_of_the_library(rng, normalize):
     actual, gradients = _random_moments(rng)
     gradients = gradients[:12]

@@ -184,6 +184,7 @@ def test_a_budget_and_a_repeated_command(tmp_path):
         resumed(minutes=2.0)
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resume_write_all_rows_for_tensorboard(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         on_call(patch, Board, "write", 3)

@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused(case, options, message):
 
 
 def test_windows_of_any_integers_are_windows():
-    q, k, v, _ = Case(s=512).arrays()
+    q, k, v, _ = Case(s=256).arrays()
     expected, _ = pk.attention(q, k, v, window=100)
     for window in (jnp.int8(100), jnp.uint8(100), np.int16(100)):
         np.testing.assert_array_equal(pk.attention(q, k, v, window=window)[0], expected)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.kernels import adam, adam_arrays
+from helpers.marks import slow_except
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -90,7 +91,9 @@ _CASES = {
 
 
 @pytest.mark.internals
-@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize(
+    "case", slow_except(["words of 16 bits", "in place, two kernels"], _CASES)
+)
 def test_custom_calls_are_those_of_pallas(case, in_jaxs_way, lowered):
     fn, arrays = _CASES[case]
     module = text(fn, *arrays)

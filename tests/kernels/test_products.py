@@ -102,7 +102,7 @@ CASES = [
     slow((256, 256, 384), E5M2, "tensor", F32, None, LARGE),
     slow((256, 384, 256), E5M2, "tensor", BF16, None, TURNED),
     slow((448, 512, 128), E5M2, "tensor", BF16, None, replace(LARGE, transposed=True)),
-    ((384, 320, 128), E5M2, "tensor", BF16, None, replace(WIDE, transposed=True)),
+    slow((384, 320, 128), E5M2, "tensor", BF16, None, replace(WIDE, transposed=True)),
 ]
 
 
@@ -146,7 +146,7 @@ def test_all_tiles_that_are_tried_agree(kind):
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("dtype", "tuning"), [slow(BF16, SMALL), (F32, SMALL), (BF16, ODD)]
+    ("dtype", "tuning"), [slow(BF16, SMALL), slow(F32, SMALL), (BF16, ODD)]
 )
 def test_products_are_added_to_an_accumulator(implementation, dtype, tuning):
     # Tiles of 160 columns overlap, so some columns are computed twice.
@@ -270,7 +270,7 @@ def test_heads_that_do_not_go_together_are_named():
         named(a, b, 1.0, 1.0, *of_96, tuning=Tuning(tile_n=128))
 
 
-@pytest.mark.parametrize("tuning", [slow(SMALL), TURNS, LOW])
+@pytest.mark.parametrize("tuning", [slow(SMALL), TURNS, slow(LOW)])
 def test_the_kernel_has_no_races(tuning):
     """The interpreter raises an error at the first race."""
     a, b, wide_a, wide_b = operands((256, 256, 256))

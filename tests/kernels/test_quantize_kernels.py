@@ -23,6 +23,7 @@ from helpers.kernels import (
     numbers,
     run,
 )
+from helpers.marks import slow
 
 import coat_jax as coat
 import pallas_kernels as pk
@@ -69,7 +70,8 @@ def test_groups_are_decoded(implementation, shape, dtype, codes, group):
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("shape", "dtype", "codes"), [((3, 7, 1152), F32, E5M2), ((17, 2048), BF16, E4M3)]
+    ("shape", "dtype", "codes"),
+    [slow((3, 7, 1152), F32, E5M2), ((17, 2048), BF16, E4M3)],
 )
 def test_rows_are_quantized_as_groups_are(implementation, shape, dtype, codes):
     # Each row has one odd group: zeros, outliers, infinities, NaNs or denormals.
@@ -87,7 +89,7 @@ def test_rows_are_quantized_as_groups_are(implementation, shape, dtype, codes):
 @every_implementation
 @pytest.mark.parametrize(
     ("shape", "dtype", "codes"),
-    [((1, 256, 80), F32, E5M2), ((3, 256, 144), BF16, E4M3)],
+    [slow((1, 256, 80), F32, E5M2), ((3, 256, 144), BF16, E4M3)],
 )
 def test_columns_are_quantized_as_rows_of_the_transpose(
     implementation, shape, dtype, codes
@@ -115,7 +117,7 @@ def test_columns_with_known_scales_saturate(implementation):
 
 
 @every_implementation
-@pytest.mark.parametrize("shape", [(2, 32, 256), (64, 33 * 128)])
+@pytest.mark.parametrize("shape", [slow((2, 32, 256)), (64, 33 * 128)])
 def test_rows_with_known_scales_saturate(implementation, shape):
     x = numbers(shape, F32)
     scale = np.float32(1.375) * np.exp2(np.arange(31.0, -33.0, -1)).astype(F32)

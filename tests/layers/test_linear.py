@@ -17,6 +17,7 @@ from helpers.gradients import (
     saved_bytes,
     value_and_vjp,
 )
+from helpers.marks import slow
 from helpers.models import normal
 
 import coat_jax as coat
@@ -46,7 +47,7 @@ def check(actual, expected, dtype):
     )
 
 
-@pytest.mark.parametrize(("dtype", "w_dtype"), [DTYPES, DTYPES[::-1]])
+@pytest.mark.parametrize(("dtype", "w_dtype"), [DTYPES, slow(*DTYPES[::-1])])
 def test_product_and_both_gradients(dtype, w_dtype):
     x = normal(1, 3, 40, 64, dtype=dtype, scale=30.0)
     w = normal(2, 48, 64, dtype=w_dtype, scale=0.02)
@@ -67,7 +68,7 @@ def test_weights_of_several_output_axes():
     assert jax.eval_shape(linear, x[0], w).shape == (2, 24)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])
 def test_saves_codes_of_x_and_w_by_reference(dtype):
     x, w = normal(1, 4, 16, 64, dtype=dtype), normal(2, 48, 64)
     for fn in (linear, jax.jit(linear)):
@@ -117,8 +118,8 @@ def test_scales_follow_the_tensors(size):
 
 DIMENSIONS = [
     ((4, 6, 32), (32, 5), (((2,), (0,)), ((), ()))),
-    ((20, 6, 8), (8, 6, 5), (((1, 2), (1, 0)), ((), ()))),
-    ((3, 16, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,)))),
+    slow((20, 6, 8), (8, 6, 5), (((1, 2), (1, 0)), ((), ()))),
+    slow((3, 16, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,)))),
     ((16, 2, 8, 3), (2, 5, 3, 8), (((2,), (3,)), ((3, 1), (2, 0)))),
 ]
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from helpers.marks import slow
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,7 +77,7 @@ def test_saved_activations_and_workspace_grow_with_the_batch():
     assert large.backward.parameters == small.backward.parameters
 
 
-@pytest.mark.parametrize("recipe", ["te", "coat"])
+@pytest.mark.parametrize("recipe", ["te", slow("coat")])
 def test_fsdp_divides_all_that_its_specs_divide(recipe):
     alone = estimate(batch=2, recipe=recipe)
     four = estimate(batch=8, mesh=mesh(fsdp=4), recipe=recipe)
@@ -127,7 +128,7 @@ def test_given_shardings_and_optimizers_count():
     assert sgd.loss.gathered == 0
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+@pytest.mark.parametrize("recipe", [slow("bf16"), "coat"])
 def test_released_gradients_are_those_of_one_layer(recipe):
     ordinary, released = (
         estimate(recipe=recipe, released=choice) for choice in (False, True)

@@ -22,12 +22,14 @@ from helpers.fused_steps import (
     tree,
 )
 from helpers.marks import slow
-from helpers.optimizers import either_scheme, gradients, is_quantized
+from helpers.optimizers import gradients, is_quantized
 
 import coat_jax as coat
 
 
-@pytest.mark.parametrize(("normalize_mu", "nesterov"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("normalize_mu", "nesterov"), [(True, False), slow(False, True)]
+)
 def test_the_step_is_adamws_from_the_stored_moments(normalize_mu, nesterov):
     """NumPy's AdamW in float64 from the state's stored moments gives the same step."""
     b1, b2, eps, eps_root, rate, decay = 0.8, 0.95, 1e-6, 1e-10, 1e-2, 0.3
@@ -65,7 +67,7 @@ def test_the_step_is_adamws_from_the_stored_moments(normalize_mu, nesterov):
             np.testing.assert_allclose(p, e, rtol=3e-7)
 
 
-@either_scheme
+@pytest.mark.parametrize("normalize_mu", [slow(False), True])
 def test_states_are_the_chains(normalize_mu):
     tx = coat.fp8_adamw(1e-2, weight_decay=0.1, normalize_mu=normalize_mu)
     params, grads = grown(tree(0)), [tree(i) for i in (1, 2, 3)]
@@ -243,7 +245,7 @@ def test_errors_that_are_not_of_its_updates_stay_as_they_are():
         coat.fused_update(tx, PARAMS, tx.init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("name", ["trace", "apply_if_finite"])
+@pytest.mark.parametrize("name", [slow("trace"), "apply_if_finite"])
 def test_it_is_refused_without_jit_too(name):
     tx = REFUSED[name]
     with pytest.raises(ValueError, match=r"something after or around it reads its upd"):

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.marks import slow_except
 from helpers.optimizers import (
+    FP8,
     SHAPE,
     assert_same_bits,
     assert_trees_equal,
@@ -20,7 +22,7 @@ from helpers.optimizers import (
 import coat_jax as coat
 
 
-@every_optimizer
+@pytest.mark.parametrize("make", slow_except([coat.fp8_adamw], FP8.values()), ids=FP8)
 def test_updates_and_state_keep_their_types_and_compile_once(make):
     dtypes = [jnp.float16, jnp.bfloat16, jnp.float32]
     shapes = [(shape, dtype) for shape in (SHAPE, (3,)) for dtype in dtypes]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.marks import slow_except
 from helpers.optimizers import (
     SHAPE,
     assert_same_bits,
@@ -40,7 +41,11 @@ WRAPPERS = {
         {"a": tx, "b": optax.adam(1e-2)}, {"w": "a", "deep": "a", "b": "b"}
     ),
 }
-every_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys())
+# A partition has masks in it.
+_FAST = [WRAPPERS[name] for name in ("multi_steps", "partition")]
+every_wrapper = pytest.mark.parametrize(
+    "wrap", slow_except(_FAST, WRAPPERS.values()), ids=WRAPPERS.keys()
+)
 
 
 @functools.cache

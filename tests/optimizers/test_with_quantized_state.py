@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.marks import slow_except
+from helpers.marks import slow, slow_except
 
 import coat_jax as coat
 from coat_jax.quantization.array import QuantizedArray
@@ -221,12 +221,12 @@ def test_an_average_that_does_not_start_at_zero_is_refused():
     "make",
     [
         lambda: optax.rmsprop(1e-3, initial_scale=1.0),
-        lambda: optax.rmsprop(1e-3, centered=True, initial_scale=1.0),
+        slow(lambda: optax.rmsprop(1e-3, centered=True, initial_scale=1.0)),
         lambda: optax.yogi(1e-3),
     ],
     ids=["rmsprop", "centered", "yogi"],
 )
-@pytest.mark.parametrize("change", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("change", [slow(lambda fn: fn), jax.jit], ids=["eager", "jit"])
 def test_known_averages_start_where_optax_starts_them(make, change):
     inner = make()
     tx, expected = coat.with_quantized_state(inner), inner.init(PARAMS)

@@ -14,6 +14,7 @@ import pytest
 from flax import linen as nn
 from helpers.dots import linear, rms
 from helpers.gradients import FP8, saved, saved_bytes, value_and_vjp
+from helpers.marks import slow_except
 from helpers.models import normal
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
@@ -95,8 +96,13 @@ def light(name, mark=None):
 
 
 @pytest.mark.internals
-@pytest.mark.parametrize("mark", MARKS)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "mark"),
+    slow_except(
+        [("gated", "both"), ("gated", "barrier"), ("activated", "both")],
+        [(name, mark) for name in BLOCKS for mark in MARKS],
+    ),
+)
 def test_marks_cost_nothing(name, mark):
     (marked, *costs), (plain, *expected) = light(name, mark), light(name)
     assert costs == expected

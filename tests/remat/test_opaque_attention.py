@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.marks import slow
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
@@ -118,7 +119,7 @@ def _gradient(fn):
     return jax.jit(jax.grad(_loss(fn)))
 
 
-@pytest.mark.parametrize("rerun", [False, True], ids=["saved", "rerun"])
+@pytest.mark.parametrize("rerun", [False, slow(True)], ids=["saved", "rerun"])
 def test_gradients_are_near_those_of_plain_attention(arguments, rerun):
     def plain(params, x, seed):
         del seed

@@ -93,7 +93,7 @@ def over_one_device(fn):
 @pytest.mark.parametrize(
     ("transform", "runs"),
     [
-        (over_one_device, False),
+        slow(over_one_device, False),
         (jax.jit, False),
         (jax.vmap, False),
         slow(over_one_device, True),

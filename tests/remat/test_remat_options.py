@@ -19,7 +19,7 @@ from helpers.gradients import (
     saved_bytes,
     value_and_vjp,
 )
-from helpers.marks import slow_except
+from helpers.marks import slow, slow_except
 from helpers.models import LinenNet, Mlp, normal, two_product_arguments, two_products
 from hypothesis import given
 from hypothesis import strategies as st
@@ -224,7 +224,7 @@ def test_products_saveable_knows_convolutions_and_kernels():
     assert 0.998 < cosine(actual, expected) < 1 - 1e-6
 
 
-@pytest.mark.parametrize("product", ["dot", "ragged_dot"])
+@pytest.mark.parametrize("product", [slow("dot"), "ragged_dot"])
 def test_products_saveable_saves_what_experts_multiply(product):
     def fn(params, x):
         up, down = params
@@ -324,8 +324,8 @@ def test_residuals_of_a_plain_function_have_names():
     "fn",
     [
         lambda x: jnp.log(jax.nn.softmax(x) + 1e-9),
-        lambda x: jnp.log(x**2 + 1e-6),
-        lambda x: jnp.sin(x) / (x**4 + 1e-3),
+        slow(lambda x: jnp.log(x**2 + 1e-6)),
+        slow(lambda x: jnp.sin(x) / (x**4 + 1e-3)),
         lambda x: jnp.exp(x) / (jnp.exp(x) + 1),
     ],
     ids=["entropy", "log", "ratio", "exponentials"],

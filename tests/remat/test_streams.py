@@ -20,6 +20,7 @@ from helpers.dots import (
     rms,
 )
 from helpers.gradients import saved, saved_bytes, value_and_vjp
+from helpers.marks import slow
 from helpers.models import normal
 
 import pallas_kernels as pk
@@ -49,7 +50,7 @@ def one(params, x):
     return linear(rms(x, params["norm"]), params["a"] @ params["c"])
 
 
-BRANCHES = [attention, gated, activated, one]
+BRANCHES = [slow(attention), gated, activated, one]
 
 
 def given(seed=0, dtype=BF16):
@@ -116,6 +117,7 @@ def test_the_stream_and_its_gradient_are_added_and_nothing_more_is_saved(branch)
         assert_is_sum(actual, alone, x, dy)
 
 
+@pytest.mark.slow
 def test_blocks_follow_one_another():
     """The second block's stream is the sum that the first one's matmul computes."""
     (first, x, dy), (second, *_) = given(), given(40)
@@ -196,7 +198,7 @@ def on_heads(params, x):
 
 
 @pytest.mark.internals
-@pytest.mark.parametrize("fn", [transposed, transposed_bias, on_heads])
+@pytest.mark.parametrize("fn", [slow(transposed), transposed_bias, on_heads])
 def test_other_orders_and_shapes(fn):
     params, x, dy = given()
     assert_follows_autodiff(fn, dy, params, x, tolerance=0.1)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.marks import slow_except
 from helpers.versions import needs_kernels
 from helpers.written_attention import (
     BF16,
@@ -27,7 +28,10 @@ from helpers.written_attention import (
     added_number,
     arguments,
     causal,
+    in_float32,
     in_groups,
+    keys_first,
+    mapped,
     mixed,
     of_jax,
     of_jax_causal,
@@ -97,14 +101,23 @@ def assert_same(function, arrays):
 
 @pytest.mark.parametrize(("form", "call"), HITS.items())
 def test_any_way_to_write_attention_is_found(form, call, calls):
-    assert_same(form, arguments())
+    assert rewritten(form, arguments()) is not None
     assert calls == [call]
 
 
 @pytest.mark.parametrize(("form", "call"), GROUPED.items())
 def test_heads_that_share_keys_are_found(form, call, calls):
-    assert_same(form, arguments(heads=K))
+    assert rewritten(form, arguments(heads=K)) is not None
     assert calls == [call]
+
+
+COMPUTED = [*((form, N) for form in HITS), *((form, K) for form in GROUPED)]
+FAST = [(form, N) for form in (in_float32, keys_first, mapped, unmasked)]
+
+
+@pytest.mark.parametrize(("form", "heads"), slow_except(FAST, COMPUTED))
+def test_attention_that_is_found_is_computed(form, heads, calls):
+    assert_same(form, arguments(heads))
 
 
 @pytest.mark.parametrize("function", MISSES)
