@@ -244,7 +244,6 @@ def test_changed_data_are_refused(runs, text, tmp_path, capsys):
     assert f"the data is not what {runs[0]} was started with" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_losses_alone_are_compared_without_checkpoints(runs, tmp_path, capsys):
     for folder in runs:
         shutil.rmtree(folder / "checkpoints")
