@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from coat_jax.models.hf import safetensors
+from experiments.common.programs import new_parser
 
 NAME = "smollm2-135m-instruct"
 # The hash of all tensors' names and bytes, sorted by name.
@@ -223,10 +224,9 @@ def defaults() -> dict[str, Any]:
 
 def main() -> int:
     """Makes the folder that the command line names, and returns an exit code."""
-    if len(sys.argv) != 2:
-        print(__doc__, file=sys.stderr)
-        return 2
-    print(make(Path(sys.argv[1])))
+    parser = new_parser("experiments.finetune.smollm2", __doc__)
+    parser.add_argument("folder", type=Path)
+    print(make(parser.parse_args().folder))
     return 0
 
 

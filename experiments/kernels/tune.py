@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from experiments.common import kernel_cases, timing
 from experiments.common.kernel_cases import PRODUCTS, run_product
+from experiments.common.programs import new_parser
 from experiments.common.results import device, versions, write_json
 from pallas_kernels.ops.matmul import tuning
 
@@ -42,7 +43,7 @@ _XLA_WINS, _XLA_WINS_STACKED = 0.98, 0.97
 
 def main() -> None:
     """Measures the shapes that are missing in the table, and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser("experiments.kernels.tune", __doc__)
     add = parser.add_argument
     names = tuple(kernel_cases.TUNED)
     add("--models", nargs="+", choices=names, default=names)

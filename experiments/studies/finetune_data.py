@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.common.programs import new_parser
 from experiments.finetune import tasks
 
 PROBLEMS, DIALOGUES = "gsm_symbolic", "dialogues"
@@ -89,11 +90,9 @@ def write(folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the files to the folder on the command line; returns an exit code."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    if len(arguments) != 1:
-        print(__doc__, file=sys.stderr)
-        return 2
-    write(Path(arguments[0]))
+    parser = new_parser("experiments.studies.finetune_data", __doc__)
+    parser.add_argument("folder", type=Path)
+    write(parser.parse_args(argv).folder)
     return 0
 
 
