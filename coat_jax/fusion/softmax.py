@@ -94,7 +94,7 @@ class Softmax:
             a query that sees no key may differ.
         """
         axes, scale = labelled(self.first.outvars[0].aval.shape), 1.0
-        masks, hidden, is_level = [], [], True
+        masks, hidden = [], []
         for eqn in self._scores:
             name = eqn.primitive.name
             if name in ("mul", "div"):
@@ -106,7 +106,6 @@ class Softmax:
                 masks += self._masks(eqn, axes, sizes)
                 numbers = [n for v in eqn.invars if (n := self._number(v)) is not None]
                 hidden.append(numbers[0] if numbers else None)
-                is_level = name == "select_n" or self._is_level(eqn)
             else:
                 axes = moved(eqn, axes, sizes)
         # If one number replaces hidden scores, the scores of a query that sees no key
@@ -116,7 +115,8 @@ class Softmax:
         key = axes[self.axis]
         is_shown = len(masks) < 2 and all(mask.always_shows(key) for mask in masks)
         shifted = hidden == [None] and not is_shown
-        if shifted and not is_level:
+        additions = [eqn for eqn in self._scores if eqn.primitive.name == "add"]
+        if shifted and not all(map(self._is_level, additions)):
             raise MismatchError
         return Scores(axes, scale, masks, shifted)
 
@@ -306,11 +306,16 @@ class Softmax:
 
         The number is so large that any score is lost when the sum is rounded.
         """
-        (result,) = eqn.outvars
-        selections = (self._selection(v) for v in eqn.invars)
-        (selection,) = (each for each in selections if each is not None)
+        _, selection = self._addend(eqn)
         number = min(self._number(v) for v in selection.invars[1:])
-        return -number * float(jnp.finfo(result.aval.dtype).eps) / 4 > _LARGEST
+        dtype = eqn.outvars[0].aval.dtype
+        return -number * float(jnp.finfo(dtype).eps) / 4 > _LARGEST
+
+    def _addend(self, eqn: core.JaxprEqn) -> tuple[core.Var, core.JaxprEqn]:
+        """Returns the operand by which an addition hides scores, and its selection."""
+        pairs = ((v, self._selection(v)) for v in eqn.invars)
+        (addend,) = (pair for pair in pairs if pair[1] is not None)
+        return addend
 
     def _masks(
         self, eqn: core.JaxprEqn, axes: Sequence[Axis], sizes: Sizes
@@ -318,8 +323,7 @@ class Softmax:
         """Returns the masks by which an operation hides scores with axes `axes`."""
         graph = self._graph
         if eqn.primitive.name == "add":
-            (var,) = (v for v in eqn.invars if self._selection(v) is not None)
-            selection = self._selection(var)
+            var, selection = self._addend(eqn)
             axes = of_operand(var, axes)
             while (maker := graph.makers[var]) is not selection:
                 axes = before(maker, axes, sizes)

@@ -208,17 +208,25 @@ def _wide(state: QuantizedState) -> Any:
 
 def _check_tree(state: Any, like: Any) -> None:
     """Raises ValueError, which names a place, unless optax's state fits to `like`."""
-    for path, node in tree_leaves_with_path(state, is_leaf=is_state):
-        if is_state(node):
-            raise ValueError(
-                f"state{keystr(path)} is in FP8 already, and its counterpart is not"
-            )
-    inner = jax.tree.map(
-        lambda node: unboxed(node.inner_state) if is_state(node) else node,
-        like,
-        is_leaf=is_state,
+    nodes = [tree_leaves_with_path(tree, is_leaf=is_state) for tree in (state, like)]
+    in_fp8, expected = ({path for path, x in tree if is_state(x)} for tree in nodes)
+    for path in sorted(in_fp8 - expected, key=keystr):
+        raise _in_fp8_already(path)
+    inner = [
+        jax.tree.map(
+            lambda node: unboxed(node.inner_state) if is_state(node) else node,
+            tree,
+            is_leaf=is_state,
+        )
+        for tree in (state, like)
+    ]
+    check_structure(*inner, name="state", is_leaf=is_quantized)
+
+
+def _in_fp8_already(path: Any) -> ValueError:
+    return ValueError(
+        f"state{keystr(path)} is in FP8 already, and its counterpart is not"
     )
-    check_structure(state, inner, name="state", is_leaf=is_quantized)
 
 
 def _converted(path: Any, like: Any, new: Any) -> Any:
@@ -226,7 +234,7 @@ def _converted(path: Any, like: Any, new: Any) -> Any:
     name = f"state{keystr(path)}"
     if not isinstance(like, QuantizedState):
         if is_state(new):
-            raise ValueError(f"{name} is in FP8 already, and its counterpart is not")
+            raise _in_fp8_already(path)
         return new
     inner = unboxed(like.inner_state)
     if not isinstance(new, type(inner)):

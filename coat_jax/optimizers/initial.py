@@ -91,7 +91,8 @@ def initial_state(
         record, name = fields[field], field[-1].name
         if field in moments:
             chosen[path] = place, moments[field] if allowed[place] else None
-            named |= {path} if name not in KNOWN.get(record, {}) else set()
+            if name not in KNOWN.get(record, {}):
+                named.add(path)
         elif choices.of(record, name) == "unknown" and allowed[place]:
             unknown.add((record, name))
     paths = [path for path, _ in leaves]

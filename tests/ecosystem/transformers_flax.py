@@ -45,12 +45,9 @@ def run(model, tx, *, fp8=False):
     """Returns a run of a decoder."""
     module = coat.fp8(model.module) if fp8 else model.module
 
-    def logits(params, batch):
-        variables = {"params": params}
-        return module.apply(variables, batch, _MASK, _POSITIONS).logits
-
     def loss(params, batch):
-        return next_token_loss(logits(params, batch), batch)
+        output = module.apply({"params": params}, batch, _MASK, _POSITIONS)
+        return next_token_loss(output.logits, batch)
 
     return TreeRun(model.params, loss, _batch, tx)
 
