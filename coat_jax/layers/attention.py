@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
-from coat_jax.layers.flash_attention import has_flash_attention
+from coat_jax.layers.flash_attention import flash_attention, has_flash_attention
 from pallas_kernels.dispatch import array_types, devices, stand_ins
 from pallas_kernels.ops.attention.api import check_heads, runs_kernel
 
@@ -212,6 +212,10 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
         if scores.softcap is not None:
             return _masked_attention(q, k, v, mask, scores)
         skips = scores.window is not None and mask is None
+        if implementation == "cudnn" and q.shape[1] % 2:
+            options = {"scale": scores.scale, "causal": causal}
+            window = scores.window if skips else None
+            return flash_attention(q, k, v, mask=mask, window=window, **options)
         return jax.nn.dot_product_attention(
             q,
             k,

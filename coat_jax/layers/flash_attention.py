@@ -4,6 +4,10 @@ JAX's own function rejects some shardings: queries, keys and values that are sha
 differently, and sequences that are split. Here the names of axes say what each device
 computes, as for the library's kernels: batch and heads may be split, and positions are
 gathered.
+
+cuDNN's backward pass takes no odd numbers of positions, such as the 197 of a vision
+transformer with a class token. They get one more, which nothing reads: keys are hidden
+by their number, by a mask, or because they come last and attention is causal.
 """
 
 import dataclasses
@@ -33,7 +37,7 @@ def has_flash_attention(q: Array) -> bool:
         and q.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
         and head_dim <= 128
-        and length % 2 == 0
+        and length > 1
     )
 
 
@@ -43,46 +47,65 @@ def flash_attention(
     v: Float[Array, "b t m d"],
     *,
     mask: Bool[Array, "#b #n s t"] | None,
-    scale: float,
+    scale: float | None,
     causal: bool,
+    window: int | None = None,
 ) -> Float[Array, "b s n d"]:
-    """Computes attention with cuDNN, where `has_flash_attention(q)` is true.
+    """Computes attention with cuDNN, where `has_flash_attention` is true of q and k.
 
     Args:
       q: Queries.
       k: Keys; m divides n.
       v: Values.
       mask: True where a query attends to a key; None means everywhere.
-      scale: The factor on products.
+      scale: The factor on products; None means 1 / sqrt(d).
       causal: Whether later positions are masked, too.
+      window: The number of positions that a query of causal attention attends to, its
+        own one included; None means all.
     """
     q, k, v, mask = array_types.varying_alike((q, k, v, mask))
-    scores = _Scores(scale, causal)
-    if devices.is_alone() or array_types.is_manual(jax.typeof(q).sharding.mesh):
+    scores = _Scores(scale, causal, window)
+    is_alone = devices.is_alone() or array_types.is_manual(jax.typeof(q).sharding.mesh)
+    if is_alone and not (q.shape[1] % 2 or k.shape[1] % 2):
         return _in_jax(scores, q, k, v, mask)
-    b, s, n, d = q.shape
-    m = k.shape[2]
-    # Query heads are in groups that share a key head.
-    if mask is not None:
-        groups = (m, n // m) if mask.shape[1] > 1 else (1, 1)
-        mask = mask.reshape(mask.shape[0], *groups, *mask.shape[2:])
-    return _on_mesh(scores, q.reshape(b, s, m, n // m, d), k, v, mask).reshape(q.shape)
+    return _with_statistics(scores, is_alone, q, k, v, mask)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-    """The scores of attention: the factor on products, and whether they are causal."""
+    """The settings that determine the scores of attention.
 
-    scale: float
+    Attributes:
+      scale: The factor on products; None means 1 / sqrt(d).
+      causal: Whether later positions are masked.
+      window: The number of positions that a query attends to; None means all.
+      lengths: The numbers of queries and of keys that count; None means all.
+    """
+
+    scale: float | None
     causal: bool
+    window: int | None = None
+    lengths: tuple[int, int] | None = None
 
 
 def _in_jax(scores: _Scores, q: Array, k: Array, v: Array, mask: Array | None) -> Array:
     if stand_ins.active.get():
         return stand_ins.attention(q, k, v)
-    options = {"scale": scores.scale, "is_causal": scores.causal}
+    lengths = [None, None]
+    if scores.lengths:
+        lengths = [jnp.full(q.shape[:1], n, jnp.int32) for n in scores.lengths]
+        _, lengths = array_types.varying_alike((q, lengths))
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, implementation="cudnn", **options
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scores.scale,
+        is_causal=scores.causal,
+        local_window_size=(scores.window - 1, 0) if scores.window else None,
+        query_seq_lengths=lengths[0],
+        key_value_seq_lengths=lengths[1],
+        implementation="cudnn",
     )
 
 
@@ -95,7 +118,8 @@ class _Attention(operations.OfParts):
 
     def reference(self, q, k, v, mask):
         o, _, statistics = _differentiated(self.scores, q, k, v, mask)
-        return o.reshape(q.shape), statistics.reshape(_statistics_of(q))
+        s = q.shape[1]
+        return o[:, :s].reshape(q.shape), statistics[..., :s].reshape(_statistics_of(q))
 
     def axes(self, q, k, v, mask) -> tuple:
         axes = HeadAxes.of(q)
@@ -110,13 +134,15 @@ class _AttentionGrad(_Attention):
     def reference(self, do, q, k, v, mask, o, statistics):
         # This call also traces forward, which XLA drops because nothing reads it.
         again, vjp, unread = _differentiated(self.scores, q, k, v, mask)
-        saved = {
-            id(again): o.reshape(again.shape),
-            id(unread): statistics.reshape(unread.shape),
-        }
+        b, s, m, g, d = q.shape
+        # A query that is appended gets zeros, and adds nothing to gradients of keys.
+        do, o = (_even(x.reshape(b, s, m * g, d), 1) for x in (do, o))
+        statistics = _even(statistics.reshape(b, m * g, s), 2)
+        saved = {id(again): o, id(unread): statistics}
         vjp = jax.tree.map(lambda x: saved.get(id(x), x), vjp)
-        dq, dk, dv = vjp(do.reshape(again.shape))
-        return dq.reshape(q.shape), dk, dv
+        dq, dk, dv = vjp(do)
+        t = k.shape[1]
+        return dq[:, :s].reshape(q.shape), dk[:, :t], dv[:, :t]
 
     def axes(self, do, q, k, v, mask, o, statistics) -> tuple:
         axes = HeadAxes.of(q)
@@ -130,21 +156,34 @@ def _differentiated(
 ) -> tuple[Array, Any, Array]:
     """Returns attention [b, s, n, d], its vjp, and the statistics [b, n, s] of softmax.
 
-    The vjp saves the result and the statistics, so they are among its leaves.
+    The numbers of positions are even, here and in the vjp. The vjp saves the result and
+    the statistics, so they are among its leaves.
     """
     b, s, m, g, d = q.shape
+    lengths = s, k.shape[1]
     if mask is not None:
         mask = mask.reshape(mask.shape[0], -1, *mask.shape[3:])
+        mask = _even(_even(mask, 2), 3)
+    elif any(n % 2 for n in lengths) and not (scores.causal and s <= k.shape[1]):
+        scores = dataclasses.replace(scores, lengths=lengths)
 
     def run(q, k, v):
         return _in_jax(scores, q, k, v, mask)
 
-    o, vjp = jax.vjp(run, q.reshape(b, s, m * g, d), k, v)
+    q = q.reshape(b, s, m * g, d)
+    o, vjp = jax.vjp(run, *(_even(x, 1) for x in (q, k, v)))
     leaves = jax.tree.leaves(vjp)
     (statistics,) = (x for x in leaves if x.dtype == jnp.float32 and x.ndim == 3)
     if not any(x is o for x in leaves):
         raise RuntimeError("JAX's flash attention does not save its result")
     return o, vjp, statistics
+
+
+def _even(x: Array, axis: int) -> Array:
+    """Appends zeros to an array if its length along an axis is odd."""
+    if x.shape[axis] % 2 == 0:
+        return x
+    return jnp.pad(x, [(0, int(i == axis)) for i in range(x.ndim)])
 
 
 def _statistics_of(q: Array) -> tuple[int, ...]:
@@ -169,18 +208,49 @@ def _axes_of_mask(q: Array, mask: Array | None) -> Axes | None:
     return Axes(" ".join([*names, "_ _"]))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _on_mesh(scores, q, k, v, mask):
-    return placement.on_parts(_Attention(scores), q, k, v, mask)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_statistics(scores, is_alone, q, k, v, mask):
+    """Computes attention, and saves its arguments, its result and the statistics.
+
+    `is_alone` says that the arrays are not sharded over a mesh.
+    """
+    return _with_statistics_fwd(scores, is_alone, q, k, v, mask)[0]
 
 
-def _on_mesh_fwd(scores, q, k, v, mask):
-    o, statistics = placement.on_parts(_Attention(scores), q, k, v, mask)
+def _with_statistics_fwd(scores, is_alone, q, k, v, mask):
+    arrays = _grouped(q, k), k, v, _mask_in_groups(mask, q, k)
+    o, statistics = _run(_Attention(scores), is_alone, *arrays)
+    o = o.reshape(q.shape)
     return o, (q, k, v, mask, o, statistics)
 
 
-def _on_mesh_bwd(scores, saved, do):
-    return *placement.on_parts(_AttentionGrad(scores), do, *saved), None
+def _with_statistics_bwd(scores, is_alone, saved, do):
+    q, k, v, mask, o, statistics = saved
+    arrays = _grouped(q, k), k, v, _mask_in_groups(mask, q, k), _grouped(o, k)
+    grads = _AttentionGrad(scores)
+    dq, dk, dv = _run(grads, is_alone, _grouped(do, k), *arrays, statistics)
+    return dq.reshape(q.shape), dk, dv, None
 
 
-_on_mesh.defvjp(_on_mesh_fwd, _on_mesh_bwd)
+_with_statistics.defvjp(_with_statistics_fwd, _with_statistics_bwd)
+
+
+def _run(operation: _Attention, is_alone: bool, *arrays: Any) -> Any:
+    """Runs an operation, on each device's part of the arrays unless `is_alone`."""
+    run = operation.reference if is_alone else partial(placement.on_parts, operation)
+    return run(*arrays)
+
+
+def _grouped(x: Array, k: Array) -> Array:
+    """Reshapes heads [b, s, n, d] to [b, s, m, n / m, d], where `k` has m heads."""
+    b, s, n, d = x.shape
+    return x.reshape(b, s, k.shape[2], n // k.shape[2], d)
+
+
+def _mask_in_groups(mask: Array | None, q: Array, k: Array) -> Array | None:
+    """Reshapes a mask [#b, #n, s, t] to [#b, #m, #(n / m), s, t]."""
+    if mask is None:
+        return None
+    n, m = q.shape[2], k.shape[2]
+    groups = (m, n // m) if mask.shape[1] > 1 else (1, 1)
+    return mask.reshape(mask.shape[0], *groups, *mask.shape[2:])

@@ -134,6 +134,22 @@ def test_types_need_not_tell_the_mesh():
     assert "all-gather" not in run.lower(*arguments).compile().as_text()
 
 
+@pytest.mark.parametrize("mask", ["none", "all", "sequences"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_odd_lengths(kind, mask, parts):
+    q, k, v, do = (x[:, 1:] for x in arrays())
+    mask = mask_of(MASKS[mask])
+    mask = mask if mask is None else mask[..., :-1, :-1]
+    expected = passes(jaxs, q, k, v, do, mask)
+    mesh, _ = on_mesh(kind=kind)
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("a", None, "b"))
+        placed = [jax.device_put(x, sharding) for x in (q, k, v, do)]
+        actual = jax.jit(functools.partial(passes, ours))(*placed, mask)
+    assert_close(actual, expected)
+    assert (2, S, 4, D) in parts
+
+
 def test_a_program_of_one_of_several_devices():
     assert jax.device_count() > 1
     expected = passes(jaxs, *arrays(), None)

@@ -12,7 +12,7 @@ def attention(options: Any, q, k, v, mask) -> jax.Array:
     """Computes attention in float32, and its gradients from its statistics.
 
     Args:
-      options: An object with the attributes `scale` and `causal`.
+      options: An object with the attributes `scale`, `causal`, `window` and `lengths`.
       q: Queries [b, s, n, d].
       k: Keys [b, t, m, d]; m divides n.
       v: Values [b, t, m, d].
@@ -52,7 +52,13 @@ def _repeated(x, q):
 def _scores(options, q, k, mask):
     scores = jnp.einsum("bsnd,btnd->bnst", q.astype(jnp.float32), _repeated(k, q))
     scores *= options.scale
+    distance = jnp.arange(scores.shape[2])[:, None] - jnp.arange(scores.shape[3])
     if options.causal:
-        scores = jnp.where(jnp.tri(*scores.shape[2:], dtype=bool), scores, -jnp.inf)
+        scores = jnp.where(distance >= 0, scores, -jnp.inf)
+    if options.window:
+        scores = jnp.where(distance < options.window, scores, -jnp.inf)
+    if options.lengths:
+        hidden = jnp.arange(scores.shape[3]) >= options.lengths[1]
+        scores = jnp.where(hidden, -jnp.inf, scores)
     # cuDNN's kernel adds masks to scores.
     return scores if mask is None else scores + jnp.where(mask, 0.0, -2e12)
