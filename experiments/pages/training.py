@@ -81,8 +81,22 @@ def pretraining() -> str:
         *parts,
         "All trainings of both, and the 95% interval of the mean:",
         markdown(columns, all_gaps().items()),
+        *_length(),
         *_scales_of_blocks(),
         _main_job(),
+    )
+
+
+def _length() -> tuple[str, str, str]:
+    """Returns a text, a table and a figure on a training of five times the tokens."""
+    name = "pretrain_124m_long_compared"
+    results = load("pretrain", name)
+    return (
+        f"The smaller model with more tokens (`{name}`), {_size(results)}, which read "
+        "some of the text twice, one seed, next to a `bf16` of the same machine. The "
+        "figure shows whether the gap grows:",
+        _losses_and_costs(results),
+        markdown_image("Loss curves of a longer training", "pretrain", name),
     )
 
 
