@@ -8,13 +8,13 @@ function without writing them.
 A match starts at the product with the values, and goes back to the product of queries
 and keys. The axes of the latter product have labels, which are followed through
 transposes and reshapes: so attention is found with any order of axes, and with any way
-to group heads. The program stays as it is if there are other operations in between,
-such as dropout, a soft cap, or a mask that may have a gradient; if anything else reads
-the scores or the probabilities; or if a query that sees no key would get another
-result.
+to group heads. Queries and keys may be in float32 if they come from the dtype of the
+values, as after a rotary embedding. The program stays as it is if there are other
+operations in between, such as dropout, a soft cap, or a mask that may have a gradient;
+if anything else reads the scores or the probabilities; or if a query that sees no key
+would get another result.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,14 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax import meshes
 from coat_jax.fusion.algebra import before_casts
 from coat_jax.fusion.axes import MOVES, Axis, MismatchError, Sizes
+from coat_jax.fusion.digits import has_digits_of
+from coat_jax.fusion.flash import FEATURES, Attention
 from coat_jax.fusion.masks import Mask
-from coat_jax.fusion.operation import traced
 from coat_jax.fusion.softmax import Softmax
-from coat_jax.fusion.unseen import mean_of_values
-from coat_jax.layers.flash_attention import flash_attention, has_flash_attention
+from coat_jax.layers.flash_attention import has_flash_attention
 from coat_jax.programs.graph import (
     Graph,
     deduplicated,
@@ -40,9 +39,6 @@ from coat_jax.programs.graph import (
 )
 from coat_jax.programs.primitives import Operand, all_eqns
 from pallas_kernels.dispatch import array_types, devices, stand_ins
-
-# The label of the features of heads. All other labels are positions of axes of scores.
-_FEATURES = -1
 
 
 def attention(
@@ -101,142 +97,7 @@ class _Product:
         ]
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Attention:
-    """Softmax attention in a program.
-
-    Labels are the positions of axes in the product of queries and keys, and `_FEATURES`
-    for the features of a head. Axes of one element have no label.
-
-    Attributes:
-      operands: The variables of queries, keys and values.
-      axes: The labels of the axes of each operand.
-      sizes: The size of each label.
-      query: The label of the positions of queries.
-      key: The label of the positions of keys.
-      batch: The labels of the axes of sequences.
-      heads: The labels of the axes of key heads.
-      groups: The labels of the axes of query heads that share a key head.
-      scale: The factor on products of queries and keys.
-      masks: The masks, which are combined by "and".
-      shifted: Whether the masks' number is added to scores; see `softmax.Scores`.
-      result_axes: The labels of the result's axes.
-      eqns: The operations that flash attention replaces, the product with the values
-        last.
-    """
-
-    operands: Sequence[core.Var]
-    axes: Sequence[Sequence[Axis]]
-    sizes: Sizes
-    query: int
-    key: int
-    batch: list[int]
-    heads: list[int]
-    groups: list[int]
-    scale: float
-    masks: list[Mask]
-    shifted: bool
-    result_axes: Sequence[Axis]
-    eqns: Sequence[core.JaxprEqn]
-
-    def traced(self) -> list[core.JaxprEqn]:
-        """Returns the operations of flash attention."""
-        causal = len(self.masks) == 1 and self.masks[0].is_causal(self.query, self.key)
-        masks = [] if causal else self.masks
-        (result,) = self.eqns[-1].outvars
-        options = {"scale": self.scale, "causal": causal}
-
-        def computed(q, k, v, *of_masks):
-            mask = None
-            for each, array in zip(masks, of_masks, strict=True):
-                placed = self._placed(each, array)
-                mask = placed if mask is None else mask & placed
-            arrays = zip((q, k, v), self.axes, self._forms, strict=True)
-            q, k, v = (
-                _arranged(x.astype(self.dtype), axes, form, self.sizes)
-                for x, axes, form in arrays
-            )
-            if mask is None:
-                y = flash_attention(q, k, v, mask=None, **options)
-            else:
-                # cuDNN adds the mask to scores, so that a query that sees no key would
-                # see all keys, but not equally.
-                sees = mask.any(axis=-1, keepdims=True)
-                y = flash_attention(q, k, v, mask=mask | ~sees, **options)
-                mean = mean_of_values(q, k, v, self.scale if self.shifted else 0.0)
-                y = jnp.where(sees.swapaxes(1, 2), y, mean)
-            axes = [tuple(axis) for axis in self._forms[0]]
-            # An axis of the result may be several axes of y, in another order.
-            y = _arranged(y, axes, self.result_axes, self.sizes)
-            return [y.reshape(result.aval.shape).astype(result.aval.dtype)]
-
-        def placed(*arrays):
-            like = jax.ShapeDtypeStruct(
-                result.aval.shape, result.aval.dtype, sharding=result.aval.sharding
-            )
-            return meshes.on_explicit_mesh(computed, arrays[0], [like])(*arrays)
-
-        operands = [*self.operands, *(mask.array for mask in masks)]
-        return traced(placed, operands, [result], like=self.eqns[-1])
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of queries, keys and values."""
-        return self.operands[0].aval.dtype
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of queries, keys and values that flash attention takes."""
-        return [
-            tuple(math.prod(self.sizes[label] for label in axis) for axis in form)
-            for form in self._forms
-        ]
-
-    @property
-    def _forms(self) -> list[list[list[int]]]:
-        """The labels of the axes of queries, keys and values with these `shapes`."""
-        queries = [self.batch, [self.query], [*self.heads, *self.groups], [_FEATURES]]
-        keys = [self.batch, [self.key], self.heads, [_FEATURES]]
-        return [queries, keys, keys]
-
-    def _placed(self, mask: Mask, array: jax.Array) -> jax.Array:
-        """Returns a mask as an array [batch, heads, queries, keys].
-
-        The axis of sequences has length one if the mask is the same for all sequences,
-        and so has the axis of heads if it is the same for all heads.
-        """
-        present = mask.labels
-        form = [self.batch, [*self.heads, *self.groups], [self.query], [self.key]]
-        order = [label for axis in form for label in axis]
-        array = array.reshape([self.sizes[label] for label in present])
-        array = array.transpose([present.index(x) for x in order if x in present])
-        array = array.reshape([self.sizes[x] if x in present else 1 for x in order])
-        # Axes of positions always have all elements, other axes all elements or one.
-        complete = {*present, self.query, self.key}
-        full = [not complete.isdisjoint(axis) for axis in form]
-        shape = [
-            [self.sizes[x] if is_full else 1 for x in axis]
-            for axis, is_full in zip(form, full, strict=True)
-        ]
-        array = jnp.broadcast_to(array, [n for axis in shape for n in axis])
-        array = array.reshape([math.prod(axis) for axis in shape])
-        return ~array if mask.negated else array
-
-
-def _arranged(
-    x: jax.Array, axes: Sequence[Axis], form: Sequence[Sequence[int]], sizes: Sizes
-) -> jax.Array:
-    """Returns an array with its axes in the order and the groups of `form`.
-
-    `axes` has the labels of the axes of `x`, and `sizes` the size of each label.
-    """
-    labels = [label for axis in axes for label in axis]
-    x = x.reshape([sizes[label] for label in labels])
-    x = x.transpose([labels.index(label) for axis in form for label in axis])
-    return x.reshape([math.prod(sizes[label] for label in axis) for axis in form])
-
-
-def _match(last: core.JaxprEqn, graph: Graph) -> _Attention | None:
+def _match(last: core.JaxprEqn, graph: Graph) -> Attention | None:
     """Returns the attention that ends with the product `last`, or None."""
     if last.primitive.name != "dot_general":
         return None
@@ -255,7 +116,7 @@ def _match(last: core.JaxprEqn, graph: Graph) -> _Attention | None:
 
 def _around(
     softmax: Softmax, last: core.JaxprEqn, side: int, graph: Graph
-) -> _Attention:
+) -> Attention:
     """Returns the attention with this softmax, which ends with the product `last`.
 
     `side` is the place of the probabilities among the operands of `last`.
@@ -266,7 +127,7 @@ def _around(
     first = softmax.first
     product, shape = _Product(first), first.outvars[0].aval.shape
     sizes = {label: n for label, n in enumerate(shape) if n != 1}
-    sizes[_FEATURES] = first.invars[0].aval.shape[product.contracted[0]]
+    sizes[FEATURES] = first.invars[0].aval.shape[product.contracted[0]]
     axes, scale, masks, shifted = softmax.scores(sizes)
     key = axes[softmax.axis]
     labels = [_operand_axes(product, which, sizes) for which in (0, 1)]
@@ -285,11 +146,13 @@ def _around(
     axes = softmax.probabilities(axes, sizes)
     groups = (batch, free[of_queries], key[0])
     values, result_axes = _values(_Product(last), side, axes, groups)
-    if last.invars[1 - side].aval.shape[values.index((_FEATURES,))] != sizes[_FEATURES]:
+    if last.invars[1 - side].aval.shape[values.index((FEATURES,))] != sizes[FEATURES]:
         raise MismatchError
     operands = first.invars[of_queries], first.invars[of_keys], last.invars[1 - side]
-    return _Attention(
-        operands=[_narrow(v, graph) for v in operands],
+    operands = [_narrow(v, graph) for v in operands]
+    return Attention(
+        operands=operands,
+        dtype=operands[-1].aval.dtype,
         axes=[labels[of_queries], labels[of_keys], values],
         sizes=sizes,
         query=query,
@@ -305,7 +168,7 @@ def _around(
     )
 
 
-def _check(match: _Attention, graph: Graph) -> None:
+def _check(match: Attention, graph: Graph) -> None:
     """Raises MismatchError if flash attention cannot run, or would not help."""
     result = match.eqns[-1].outvars[0]
     # The second product may read probabilities or scores as its values, too.
@@ -319,7 +182,7 @@ def _check(match: _Attention, graph: Graph) -> None:
         if is_mixed or array_types.is_partial(sharding):
             raise MismatchError
     _check_split(match)
-    if len({v.aval.dtype for v in match.operands}) > 1:
+    if not all(has_digits_of(v, match.dtype, graph) for v in match.operands):
         raise MismatchError
     q, k, _ = (jax.ShapeDtypeStruct(shape, match.dtype) for shape in match.shapes)
     if not (has_flash_attention(q) and has_flash_attention(k)):
@@ -333,7 +196,7 @@ def _check(match: _Attention, graph: Graph) -> None:
         raise MismatchError
 
 
-def _check_split(match: _Attention) -> None:
+def _check_split(match: Attention) -> None:
     """Raises MismatchError if heads may be sharded unevenly.
 
     This is the case if the number of heads is not a multiple of the size of a mesh
@@ -382,7 +245,7 @@ def _narrow(operand: Operand, graph: Graph) -> core.Var:
 def _operand_axes(product: _Product, which: int, sizes: Sizes) -> list[Axis]:
     """Returns the labels of the axes of a product's operand `which`."""
     before_free = len(product.batch[0]) + which * len(product.free[0])
-    labels = dict.fromkeys([product.contracted[which]], _FEATURES)
+    labels = dict.fromkeys([product.contracted[which]], FEATURES)
     labels |= {int(axis): label for label, axis in enumerate(product.batch[which])}
     labels |= {axis: before_free + i for i, axis in enumerate(product.free[which])}
     return [(labels[i],) if labels[i] in sizes else () for i in range(len(labels))]
@@ -455,6 +318,6 @@ def _values(
             raise MismatchError
     values = dict(zip(map(int, product.batch[1 - side]), shared, strict=True))
     (features,) = product.free[1 - side]
-    values |= {product.contracted[1 - side]: (key,), features: (_FEATURES,)}
-    result = [of_queries, [(_FEATURES,)]][:: 1 if side == 0 else -1]
+    values |= {product.contracted[1 - side]: (key,), features: (FEATURES,)}
+    result = [of_queries, [(FEATURES,)]][:: 1 if side == 0 else -1]
     return [values[i] for i in range(len(values))], [*shared, *result[0], *result[1]]

@@ -187,9 +187,6 @@ def cuts_of(eqn: core.JaxprEqn) -> Iterator[tuple[int, int, int, core.Var]]:
     Slices along several axes are left out.
     """
     shape = eqn.invars[0].aval.shape
-    if eqn.primitive.name == "unstack":  # `jnp.unstack` has it since jax 0.12.
-        for start, result in enumerate(eqn.outvars):
-            yield eqn.params["axis"], start, 1, result
     if eqn.primitive.name == "split":
         start, axis = 0, eqn.params["axis"]
         for size, result in zip(eqn.params["sizes"], eqn.outvars, strict=True):

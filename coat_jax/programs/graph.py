@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from coat_jax.programs import newer
 from coat_jax.programs.primitives import Operand, bodies_of, is_stateful, variables
 from pallas_kernels import versions
 
@@ -115,7 +116,8 @@ def inlined(
     """Returns a program with the operations inlined that `is_call` selects.
 
     Each of these operations must contain one program, which is inlined unless it has
-    constants.
+    constants. Operations that JAX has had since version 0.12 are written in older ones;
+    see `newer`.
     """
     names: Names = {}
     eqns = _inlined(program, names, is_call)
@@ -212,6 +214,9 @@ def _inlined(
     for eqn in program.eqns:
         invars = renamed(eqn.invars, names)
         outvars = renamed(eqn.outvars, names)
+        if in_older_ones := newer.in_older_ones(eqn):
+            eqns += in_place_of(eqn, in_older_ones, invars, outvars)
+            continue
         body = next(versions.bodies_in_params(eqn.params)) if is_call(eqn) else None
         if body is None or body.constvars:
             eqns.append(eqn.replace(invars=invars, outvars=outvars))

@@ -216,6 +216,39 @@ def of_one_key_head(q, k, v, mask):
     return jnp.einsum("bhts,bsd->bthd", p, v[:, :, 0])
 
 
+def rotated(x, angles=None):
+    """Returns x with each half of a head rotated into the other, in float32."""
+    steps = jnp.arange(x.shape[1], dtype=F32)[:, None, None]
+    angles = steps / 10 ** jnp.linspace(0, 2, D // 2) if angles is None else angles
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = (jnp.concatenate([a, a], axis=-1) for a in (cos, sin))
+    left, right = jnp.split(x, 2, axis=-1)
+    return x * cos + jnp.concatenate([-right, left], axis=-1) * sin
+
+
+def of_rotated_halves(q, k, v, mask):
+    s = jnp.where(mask[:, None], scores(rotated(q), rotated(k)) * SCALE, -1e9)
+    return mixed(softmax(s), v)
+
+
+def of_rotated_norms(q, k, v, mask):
+    q, k = (x.astype(F32) for x in (q, k))
+    q, k = (x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) for x in (q, k))
+    p = softmax(jnp.where(tril(), scores(rotated(q), rotated(k)), -1e9))
+    return jnp.einsum("bhts,bshd->bthd", p, v).astype(BF16)
+
+
+def of_complex_heads(q, k, v, mask):
+    turns = jnp.exp(1j * jnp.arange(T, dtype=F32)[:, None, None] / jnp.arange(1, 5))
+
+    def turned(x):
+        pairs = x.astype(F32).reshape(*x.shape[:-1], -1, 2)
+        z = jax.lax.complex(pairs[..., 0], pairs[..., 1]) * turns
+        return jnp.stack([z.real, z.imag], axis=-1).reshape(x.shape)
+
+    return usual(turned(q), turned(k), v, mask)
+
+
 # The mask that flash attention reads, and whether it is causal.
 MASKED, CAUSAL, BARE = ((B, 1, T, T), False), (False, True), (False, False)
 SHARED = ((1, 1, T, T), False)
@@ -225,12 +258,16 @@ HITS = {
             usual, in_float32, of_wide_operands, with_wide_result, heads_first,
             sequence_first, keys_first, mapped, by_hand, inverted_mask,
             two_masks, union_of_masks, of_linen, of_nnx, of_jax, added_number,
-            added_minimum, added_bias_of_jax, added_bias_of_linen,
+            added_minimum, added_bias_of_jax, added_bias_of_linen, of_rotated_halves,
+            of_complex_heads,
         ),
         MASKED,
     ),
     **dict.fromkeys(
-        (causal, causal_by_positions, of_linen_causal, of_jax_causal, added_mask),
+        (
+            causal, causal_by_positions, of_linen_causal, of_jax_causal, added_mask,
+            of_rotated_norms,
+        ),
         CAUSAL,
     ),
     **dict.fromkeys((unmasked, of_jax_unmasked), BARE),
@@ -385,6 +422,18 @@ def wide_products(q, k, v, mask):
     return jnp.einsum("bhts,bshd->bthd", p, v, preferred_element_type=F32)
 
 
+def exact_queries(q, k, v, mask):
+    return usual(q.astype(F32) + jnp.arange(D) / 3, k, v, mask).astype(BF16)
+
+
+def rotated_wide(q, k, v, mask):
+    return usual(rotated(q), rotated(k), v.astype(F32) + 1e-3, mask).astype(BF16)
+
+
+def functions_of_queries(q, k, v, mask):
+    return usual(jnp.exp(q.astype(F32)), k, v, mask).astype(BF16)
+
+
 def mask_as_large_as_scores(q, k, v, mask):
     heads = jnp.arange(N)[:, None, None] < mask.sum()
     return mixed(softmax(jnp.where(mask[:, None] & heads, scores(q, k), -1e9)), v)
@@ -407,6 +456,7 @@ MISSES = [
     scale_of_masked, small_mask, returned_probabilities, read_scores,
     masked_probabilities, over_queries, over_heads, sum_of_columns, maximum_of_columns,
     constant_scores, rounded_scores, whole_scores, transposed_probabilities,
-    other_heads, narrow_values, wide, wide_products, mask_as_large_as_scores,
+    other_heads, narrow_values, wide, wide_products, exact_queries, rotated_wide,
+    functions_of_queries, mask_as_large_as_scores,
     nothing_visible, named_probabilities,
 ]  # fmt: skip

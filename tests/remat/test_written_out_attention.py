@@ -48,6 +48,7 @@ from jax.extend import core
 
 import coat_jax as coat
 from coat_jax.fusion import attention as rewriting
+from coat_jax.fusion import flash
 from coat_jax.fusion.unseen import mean_of_values
 from pallas_kernels.dispatch import stand_ins
 
@@ -67,7 +68,7 @@ def calls(monkeypatch):
         return jax.nn.dot_product_attention(q, k, v, bias=bias, **options)
 
     monkeypatch.setattr(rewriting, "_has_kernel", lambda: True)
-    monkeypatch.setattr(rewriting, "flash_attention", flash_attention)
+    monkeypatch.setattr(flash, "flash_attention", flash_attention)
     is_narrow = lambda q: q.dtype == BF16  # noqa: E731
     monkeypatch.setattr(rewriting, "has_flash_attention", is_narrow)
     return calls
