@@ -200,7 +200,8 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
         scores, masks = dataclasses.replace(scores, window=None), (masks[0], None)
     in_cudnn = has_flash_attention(q) and scores.softcap is None
     # cuDNN's attention also computes the scores that a mask hides.
-    if devices.has_hopper() and not (in_cudnn and _skips(scores, *masks)):
+    is_fastest = in_cudnn and _skips(scores, *masks) and q.shape[-1] <= 128
+    if devices.has_hopper() and not is_fastest:
         options = {"scale": scores.scale, "softcap": scores.softcap, "causal": causal}
         ranges = _ranges(q.shape[1], scores, *masks)
         if runs_kernel(q, k, v, in_place_of_kernel=in_cudnn, **options, **ranges):

@@ -216,10 +216,10 @@ def of_one_key_head(q, k, v, mask):
     return jnp.einsum("bhts,bsd->bthd", p, v[:, :, 0])
 
 
-def rotated(x, angles=None):
+def rotated(x):
     """Returns x with each half of a head rotated into the other, in float32."""
     steps = jnp.arange(x.shape[1], dtype=F32)[:, None, None]
-    angles = steps / 10 ** jnp.linspace(0, 2, D // 2) if angles is None else angles
+    angles = steps / 10 ** jnp.linspace(0, 2, x.shape[-1] // 2)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     cos, sin = (jnp.concatenate([a, a], axis=-1) for a in (cos, sin))
     left, right = jnp.split(x, 2, axis=-1)

@@ -70,6 +70,7 @@ LOCAL = jnp.bool_(True)
         (Scores(), IDS, None, 64, "own"),
         (Scores(softcap=50.0), None, None, 128, "own"),
         (Scores(), None, None, 256, "own"),
+        (Scores(), None, None, 192, "cudnn"),
     ],
 )
 def test_the_kernel_that_skips_what_does_not_count_runs_on_hopper(

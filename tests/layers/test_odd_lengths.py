@@ -128,6 +128,8 @@ def test_layers_read_copies_in_the_backward_pass(window, lengths, monkeypatch):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("sizes", [(197, 197), (65, 198), (198, 65)])
 def test_cudnn_computes_odd_lengths(sizes, form):
+    if "window" in form and sizes[0] > sizes[1]:
+        pytest.skip("the last queries see no key")
     operands = arrays(*sizes, jnp.bfloat16, head_dim=64)
     options = options_of(form, sizes)
     run = partial(flash_attention.flash_attention, scale=0.3, **BARE | options)
@@ -143,9 +145,9 @@ def test_an_image_of_197_patches_runs_in_cudnn():
         return jnp.einsum("bhts,bshd->bthd", p, v)
 
     q, _, _, do = arrays(197, 197, jnp.bfloat16, head_dim=64)
+    k, v = jnp.roll(q, 1, axis=1), jnp.roll(q, 1, axis=2)
     run = coat.fp8_remat(attend, params_argnums=())
-    compiled = jax.jit(partial(passes, run)).lower(q, q, q, do).compile()
+    compiled = jax.jit(partial(passes, run)).lower(q, k, v, do).compile()
     assert "__cudnn$fmha" in compiled.as_text()
-    actual = compiled(q, q, q, do)
-    wide = [x.astype(jnp.float32) for x in (q, q, q, do)]
-    assert_close(actual, passes(attend, *wide), rtol=0.02)
+    wide = [x.astype(jnp.float32) for x in (q, k, v, do)]
+    assert_close(compiled(q, k, v, do), passes(attend, *wide), rtol=0.02)

@@ -37,6 +37,7 @@ from helpers.written_attention import (
     of_jax_causal,
     of_linen,
     of_linen_causal,
+    of_rotated_halves,
     scores,
     softmax,
     tril,
@@ -232,20 +233,24 @@ def in_a_window(mask):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("form", "change"),
+    ("form", "head_dim", "change"),
     [
-        (usual, None),
-        (usual, in_a_window),
-        (usual, hiding_a_query),
-        (of_linen_causal, None),
-        (of_jax_causal, None),
+        (usual, 64, None),
+        (usual, 64, in_a_window),
+        (usual, 64, hiding_a_query),
+        (of_jax, 256, None),
+        (of_rotated_halves, 64, None),
+        (of_linen_causal, 64, None),
+        (of_jax_causal, 64, None),
+        (of_jax_causal, 192, None),
+        (of_jax_causal, 256, None),
     ],
 )
-def test_cudnn_computes_the_same(form, change):
+def test_cudnn_computes_the_same(form, head_dim, change):
     rng = np.random.default_rng(0)
-    length, heads = 256, 64
+    length = 256
     q, k, v = (
-        jnp.asarray(rng.normal(size=(2, length, N, heads)), BF16) for _ in range(3)
+        jnp.asarray(rng.normal(size=(2, length, N, head_dim)), BF16) for _ in range(3)
     )
     mask = jnp.asarray(rng.random((2, length, length)) > 0.3) | tril(length)
     if change:
