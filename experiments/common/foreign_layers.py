@@ -236,6 +236,12 @@ class VisionTransformer(Layer):
         return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
 
 
+class VisionTransformerInXla(VisionTransformer):
+    """A ViT layer with attention in plain matmuls and a softmax."""
+
+    attention_in = "xla"
+
+
 class Decoder(Layer):
     """A decoder layer of an encoder-decoder model, with cross attention."""
 
@@ -302,6 +308,7 @@ LAYERS: dict[str, type[Layer]] = {
     "gemma 2": Gemma2,
     "gemma 2, coat.attention": Gemma2InKernels,
     "vision transformer": VisionTransformer,
+    "vision transformer, plain attention": VisionTransformerInXla,
     "encoder-decoder": Decoder,
     "diffusion transformer": DiffusionTransformer,
 }
