@@ -32,12 +32,12 @@ from pallas_kernels.ops.attention.axes import HeadAxes
 def has_flash_attention(q: Array) -> bool:
     """Returns whether cuDNN can compute attention of queries `q`, and its gradients."""
     _, length, _, head_dim = q.shape
-    is_hopper = stand_ins.active.get() or devices.has_hopper()
+    is_simulated = stand_ins.active.get()
     return (
-        (is_hopper or devices.has_gpu())
+        (is_simulated or devices.has_gpu())
         and q.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
-        and head_dim <= (256 if is_hopper else 128)
+        and head_dim <= (256 if is_simulated or devices.has_hopper() else 128)
         and length > 1
     )
 

@@ -136,7 +136,7 @@ def _backward(
     saved: dict[Any, _Value] = {}
     for index, residual in enumerate(traced.residuals):
         var, role = jaxpr.invars[index], "saved"
-        if traced.is_argument(index):
+        if traced.is_argument(residual):
             saved_as = isinstance(residual, core.Var) and roles.get(residual)
             role = saved_as or "input"
         # An array that is saved twice exists once.

@@ -79,16 +79,16 @@ class Wide:
 
 @dataclasses.dataclass(frozen=True)
 class Extra:
-    """An array that is not a residual, saved as a copy to recompute residuals from.
+    """An array that is not a residual, saved to recompute residuals from it.
 
     Attributes:
       var: The variable of the forward program.
-      copy: The way in which the array is copied.
+      way: The way in which the array is saved.
       index: The index of one of the residuals that follow from it.
     """
 
     var: core.Var
-    copy: Copy
+    way: Copy | Wide
     index: int
 
 
@@ -188,7 +188,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
         fits = traced.has(var) and var not in statistics
         return fits and not why_not_fp8(var.aval)
 
-    extras = _derive(residuals, ways, derivation, options, may_copy)
+    extras = _derive(residuals, ways, derivation, options, traced.has, may_copy)
     sources = {v: i for i, v in enumerate(residuals) if _is_source(ways[i])}
     sources |= {extra.var: len(ways) + i for i, extra in enumerate(extras)}
     recomputation, used = restricted(program, _recomputed(residuals, ways), sources)
@@ -226,29 +226,35 @@ def _derive(
     ways: list[Any],
     derivation: Derivation,
     options: Options,
+    may_save: Callable[[core.Var], bool],
     may_copy: Callable[[core.Var], bool],
 ) -> list[Extra]:
     """Changes `ways` to "recompute" for residuals that follow from saved arrays.
 
-    Returns the further arrays to save as copies. `may_copy` tells which arrays can be
-    copied.
+    Returns the further arrays to save. `may_save` tells which arrays can be saved, and
+    `may_copy` which of them can be copied.
     """
     wide = {
-        i
+        i: derivation.smallest_view(residuals[i], may_save)
         for i, choice in enumerate(ways)
         if not _is_copy(choice) and _is_source(choice)
     }
-    saved = derivation.keep(residuals[i] for i in wide)
-    for i in wide:
-        if residuals[i] not in saved:
-            ways[i] = "recompute"
+    saved = derivation.keep(wide.values())
+    extras = []
+    for i, view in wide.items():
+        if residuals[i] in saved:
+            continue
+        # Keys that several query heads share are saved once, and repeated again.
+        if view in saved and not _is_among(view, residuals):
+            extras.append(Extra(view, ways[i], i))
+            saved.discard(view)
+        ways[i] = "recompute"
     copies = {
         i: choice
         for i, choice in enumerate(ways)
         if isinstance(choice, Copy) and _is_source(choice)
     }
     sources, hiding = derivation.copy([residuals[i] for i in copies], may_copy)
-    extras = []
     for i in copies:
         ways[i] = Wide(_HIDING) if residuals[i] in hiding else "recompute"
         hiding.discard(residuals[i])  # An equal residual follows from this one.

@@ -92,6 +92,25 @@ class Derivation:
                 self.known |= self._following(var, Known(constant=False))
         return saved
 
+    def smallest_view(
+        self, var: core.Var, may_save: Callable[[core.Var], bool]
+    ) -> core.Var:
+        """Returns the smallest array from which moving and converting make `var`.
+
+        It is `var` itself unless others that `may_save` allows have fewer bytes; of the
+        smallest ones it is the first in the program.
+        """
+        smallest, eqn = var, self._makers.get(var)
+        while eqn is not None and is_layout(eqn):
+            source = eqn.invars[0]
+            if not isinstance(source, core.Var):
+                break
+            size = _bytes_of(source)
+            if size < _bytes_of(var) and size <= _bytes_of(smallest):
+                smallest = source if may_save(source) else smallest
+            eqn = self._makers.get(source)
+        return smallest
+
     def compute(self, var: core.Var, copies: frozenset[core.Var]) -> None:
         """Adds `var`, which a kernel computes from `copies`, and what follows."""
         self.known |= self._following(var, Known(0, False, copies))
@@ -233,3 +252,7 @@ class Derivation:
 
 def _does_work(eqn: core.JaxprEqn) -> bool:
     return any(map(does_work, all_eqns([eqn])))
+
+
+def _bytes_of(var: core.Var) -> int:
+    return size_of(var.aval) * var.aval.dtype.itemsize

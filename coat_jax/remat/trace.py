@@ -134,9 +134,9 @@ class Linearized:
             )
         return "the output"
 
-    def is_argument(self, index: int) -> bool:
-        """Returns whether residual `index` is an argument or a constant."""
-        jaxpr, var = self.forward.jaxpr, self.residuals[index]
+    def is_argument(self, var: core.Var | core.Literal) -> bool:
+        """Returns whether an array is an argument or a constant."""
+        jaxpr = self.forward.jaxpr
         while (maker := maker_of(jaxpr, var)) and keeps_parts(maker):
             (var,) = maker.invars
         return not isinstance(var, core.Var) or var in (*jaxpr.invars, *jaxpr.constvars)
@@ -161,7 +161,7 @@ class Linearized:
             shape=aval.shape,
             dtype=aval.dtype,
             nbytes=aval.size * aval.dtype.itemsize,
-            is_argument=self.is_argument(index),
+            is_argument=self.is_argument(self.residuals[index]),
             asked_by=note.reader if note else self.asked_by(index),
             name=next(names, None),
             kept=note.kept if note else "",

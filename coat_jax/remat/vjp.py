@@ -304,7 +304,7 @@ def _with_fp8_residuals(
         outputs, given = values[: traced.num_outputs], values[traced.num_outputs :]
         plans = zip(traced.residuals, planned.kept, strict=True)
         ways = [(index, *way) for index, way in enumerate(plans)]
-        ways += [(extra.index, extra.var, extra.copy) for extra in planned.extras]
+        ways += [(extra.index, extra.var, extra.way) for extra in planned.extras]
         save = partial(_save, traced, key=key, options=options)
         saved = []
         for number, (way, x) in enumerate(zip(ways, given, strict=True)):
@@ -334,7 +334,7 @@ def _with_fp8_residuals(
                     return values
             return references[kept] if isinstance(kept, int) else x
 
-        ways = *planned.kept, *(extra.copy for extra in planned.extras)
+        ways = *planned.kept, *(extra.way for extra in planned.extras)
         values = [read(kept, x) for kept, x in zip(ways, saved, strict=True)]
         recomputed = iter(planned.recompute(references, values))
         leaves = [
@@ -389,7 +389,7 @@ def _save(
     """Returns what is saved for `x`, which is residual `index` or an extra for it.
 
     It is a `QuantizedArray` or an array, or None if nothing is saved. `choice` is the
-    entry of the residual in `Plan.kept`, or the copy of the extra. `number` differs for
+    entry of the residual in `Plan.kept`, or the extra's way. `number` differs for
     every saved array, so that each has its own random bits.
     """
     if isinstance(choice, Copy):
@@ -402,7 +402,7 @@ def _save(
         return dataclasses.replace(q, dtype=x.dtype)
     if not isinstance(choice, Wide):
         return None
-    if traced.is_argument(index) or traced.note(index):
+    if traced.is_argument(var) or traced.note(index):
         # An argument needs no tag. A nested fp8_remat has tagged its arrays already.
         return _placed(x, choice)
     host = ", on the host" if choice.offloaded else ""

@@ -305,6 +305,32 @@ def test_arguments_that_stay_wide_keep_the_kernels_results(arrays):
     assert any(row.dtype == jnp.float32 for row in plain.rows)  # The statistics.
 
 
+REPEATS = {
+    "repeat": lambda x: jnp.repeat(x, 2, axis=2),
+    "tile": lambda x: jnp.tile(x, (1, 1, 2, 1)),
+    "broadcast": lambda x: jnp.broadcast_to(x[:, :, None], (*x.shape[:2], 2, 1, 64)),
+    "jitted": jax.jit(lambda x: jnp.repeat(x, 2, axis=2)),
+    "cast": lambda x: jnp.repeat(x.astype(jnp.float32), 2, 2).astype(jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("repeat", REPEATS.values(), ids=REPEATS)
+def test_keys_that_heads_share_are_saved_once(repeat, arrays):
+    def block(q, k, v):
+        k, v = (repeat(jnp.tanh(x)).reshape(q.shape) for x in (k, v))
+        return flash(q, k, v)
+
+    q, k, v, do = arrays
+    k, v = k[:, :, :1], v[:, :, :1]
+    report = coat.residual_report(saving(block), q, k, v)
+    saved = [row.shape for row in report.rows if row.dtype == jnp.bfloat16]
+    assert sorted(saved) == [k.shape, k.shape, SHAPE, SHAPE]  # Queries are an argument.
+    assert not any(row.dtype == jnp.float8_e4m3fn for row in report.rows)
+    actual = value_and_vjp(saving(block), do, q, k, v)
+    expected = value_and_vjp(block, do, q, k, v)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
 @needs_kernels
 def test_cudnns_attention_saves_queries_keys_and_values_alone():
     x = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16)
