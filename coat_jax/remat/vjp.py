@@ -12,21 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
 
-from coat_jax.quantization.array import QuantizedArray, scales_as_bits, undifferentiated
-from coat_jax.quantization.rounding import random_bits
-from coat_jax.remat.copies import fp8_copy, read_copy
 from coat_jax.remat.fingerprint import fingerprint
-from coat_jax.remat.notes import Note
 from coat_jax.remat.options import Options
 from coat_jax.remat.outline import KEPT, AxisEnv, outlined
-from coat_jax.remat.plan import Copy, Plan, Wide, plan
+from coat_jax.remat.plan import Plan, Wide, plan
 from coat_jax.remat.policies import linearize_by_policy, with_maxima_saved
+from coat_jax.remat.saving import restored, saved_as
 from coat_jax.remat.shapes import MIN_SIZE, TOO_SMALL
-from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
+from coat_jax.remat.trace import linearize
 from pallas_kernels import versions
 from pallas_kernels.checks import warn_once
 from pallas_kernels.dispatch import array_types, operations
@@ -305,7 +301,7 @@ def _with_fp8_residuals(
         plans = zip(traced.residuals, planned.kept, strict=True)
         ways = [(index, *way) for index, way in enumerate(plans)]
         ways += [(extra.index, extra.var, extra.way) for extra in planned.extras]
-        save = partial(_save, traced, key=key, options=options)
+        save = partial(saved_as, traced, key=key, options=options)
         saved = []
         for number, (way, x) in enumerate(zip(ways, given, strict=True)):
             with array_types.context_of(x):
@@ -324,15 +320,7 @@ def _with_fp8_residuals(
         saved, cotangents = _after(saved, cotangents)
 
         def read(kept, x):
-            if isinstance(kept, Copy | Wide) and kept.offloaded:
-                x = jax.device_put(x, jax.memory.Space.Device)
-            if isinstance(kept, Copy):
-                with array_types.context_of(x.codes):
-                    values = read_copy(_with_bits(x), fused=kept.fused)
-                    if kept.merged:
-                        values = values.reshape(*values.shape[:-1], *kept.merged)
-                    return values
-            return references[kept] if isinstance(kept, int) else x
+            return references[kept] if isinstance(kept, int) else restored(kept, x)
 
         ways = *planned.kept, *(extra.way for extra in planned.extras)
         values = [read(kept, x) for kept, x in zip(ways, saved, strict=True)]
@@ -375,63 +363,6 @@ class _Nothing:
     shape: tuple[int, ...]
 
 
-def _save(
-    traced: Linearized,
-    number: int,
-    index: int,
-    var: core.Var | core.Literal,
-    choice: Any,
-    x: jax.Array,
-    *,
-    key: jax.Array | None,
-    options: Options,
-) -> Any:
-    """Returns what is saved for `x`, which is residual `index` or an extra for it.
-
-    It is a `QuantizedArray` or an array, or None if nothing is saved. `choice` is the
-    entry of the residual in `Plan.kept`, or the extra's way. `number` differs for
-    every saved array, so that each has its own random bits.
-    """
-    if isinstance(choice, Copy):
-        if key is not None:
-            key = jax.random.fold_in(key, number)
-        # If `x` was cast from bfloat16, the cast back is exact, and kernels read half
-        # the bytes.
-        narrow = undifferentiated(x).astype(traced.source_dtype(var))
-        q = _fp8_copy(narrow, choice, key, options, traced.asked_by(index))
-        return dataclasses.replace(q, dtype=x.dtype)
-    if not isinstance(choice, Wide):
-        return None
-    if traced.is_argument(var) or traced.note(index):
-        # An argument needs no tag. A nested fp8_remat has tagged its arrays already.
-        return _placed(x, choice)
-    host = ", on the host" if choice.offloaded else ""
-    with Note(f"wide, {choice.reason}{host}", traced.asked_by(index)).scope():
-        return _placed(checkpoint_name(x, SAVED_NAME), choice)
-
-
-def _fp8_copy(
-    x: jax.Array, copy: Copy, key: jax.Array | None, options: Options, reader: str
-) -> QuantizedArray:
-    if copy.merged:
-        x = x.reshape(*x.shape[: -len(copy.merged)], -1)
-    noise = None if key is None else random_bits(key, x.shape, like=x)
-    host = ", on the host" if copy.offloaded else ""
-    groups = f"groups of {copy.granularity.size}{host}"
-    with Note(f"{options.format}, {groups}", reader).scope():
-        q = fp8_copy(
-            x, format=options.format, granularity=copy.granularity, noise=noise
-        )
-        q = dataclasses.replace(q, codes=_placed(q.codes, copy))
-    with Note(f"scales of {groups}", reader).scope():
-        return dataclasses.replace(q, scale=_placed(_with_bits(q).scale, copy))
-
-
-def _placed(x: jax.Array, way: Copy | Wide) -> jax.Array:
-    """Returns `x`, moved to the host if `way` says that it is offloaded."""
-    return jax.device_put(x, jax.memory.Space.Host) if way.offloaded else x
-
-
 def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
     """Returns both trees, with `saved` only available once `cotangents` are.
 
@@ -440,8 +371,3 @@ def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
     """
     leaves, tree = jax.tree.flatten((saved, cotangents))
     return jax.tree.unflatten(tree, lax.optimization_barrier(leaves))
-
-
-def _with_bits(q: QuantizedArray) -> QuantizedArray:
-    """Returns `q` with its scales bitcast to integers, or bitcast back to scales."""
-    return dataclasses.replace(q, scale=scales_as_bits(q.scale))
