@@ -22,8 +22,9 @@ from coat_jax.convert.record import (
 from coat_jax.convert.rules import Rules, chooser, path_of
 from coat_jax.fp8.dot_general import fp8_dot_p
 from coat_jax.fp8.ragged_dot import fp8_ragged_dot_p
+from coat_jax.fusion.operation import fused_p
 from coat_jax.programs.graph import inlined, is_plain_call
-from coat_jax.programs.primitives import variables
+from coat_jax.programs.primitives import size_of, variables
 from coat_jax.programs.shard_maps import (
     is_over_all_axes,
     is_shard_map,
@@ -44,7 +45,7 @@ _MOST_CHOICES = 1024
 # functions and methods, and for functions that `linen_method` wraps.
 OF_FUNCTION, OF_LINEN = 2, 5
 # The matmuls that are in FP8 already.
-_IN_FP8 = {fp8_dot_p, fp8_ragged_dot_p}
+_IN_FP8 = {fp8_dot_p, fp8_ragged_dot_p, fused_p}
 # The paths of all parameters that a variable depends on. A variable that depends on
 # anything else, other than constants, has no entry.
 Sources = dict[core.Var, frozenset[str]]
@@ -194,7 +195,11 @@ class Conversion:
 
     def _row(self, eqn: core.JaxprEqn, sources: Sources, reason: str) -> Matmul:
         lhs, rhs, *_ = eqn.invars
-        parameters = [_followed(v, sources) or frozenset() for v in (lhs, rhs)]
+        parameters = [_followed(v, sources) or frozenset() for v in eqn.invars]
+        if eqn.primitive is fused_p:  # It may have several weights, scales and biases.
+            operands = zip(eqn.invars[1:], parameters[1:], strict=True)
+            weights = (v for v, paths in operands if paths)
+            rhs = max(weights, key=lambda v: size_of(v.aval), default=rhs)
         return Matmul(
             block=self.where,
             parameter=", ".join(sorted(frozenset().union(*parameters))),
@@ -232,10 +237,8 @@ class Conversion:
             for each in body.eqns:
                 self._check(each, inner)
             return
-        inside = (
-            e for body in versions.bodies_in_params(eqn.params) for e in body.eqns
-        )
-        if not any(map(_has_matmul, inside)):
+        inside = self._within(eqn, sources)
+        if not any(m.parameter and m.reason != FP8_ALREADY for m in inside):
             return
         paths = set().union(*(sources.get(v, ()) for v in variables(eqn.invars)))
         if self.chosen is not None:

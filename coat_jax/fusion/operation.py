@@ -25,7 +25,7 @@ def fused(
       arrays: The leaves of the operands.
     """
     params = {"form": form, "tree": tree, "types": tuple(types)}
-    return bind(_fused_p, _function(**params), *arrays, **params)
+    return bind(fused_p, _function(**params), *arrays, **params)
 
 
 def traced(
@@ -69,4 +69,5 @@ def _function(
     return computed
 
 
-_fused_p = new_primitive("fused_matmul", _function, lambda *_, types, **params: types)
+# Matmuls that `coat_jax.fusion` has fused. The activations are the first operand.
+fused_p = new_primitive("fused_matmul", _function, lambda *_, types, **params: types)

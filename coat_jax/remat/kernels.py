@@ -230,9 +230,9 @@ def _from_kernels(
         elif bodies := bodies_of(eqn):
             # Other branches of a cond have zeros in a residual's place.
             for body in bodies:
-                of_body = _from_kernels(body, _inner(eqn, body, origins))
+                of_body = _from_kernels(body, known_inside(eqn, body, origins))
                 if len(body.outvars) == len(eqn.outvars):
-                    inner = [_at(v, of_body) for v in body.outvars]
+                    inner = [entry_at(v, of_body) for v in body.outvars]
                     sources = [a or b for a, b in zip(sources, inner, strict=True)]
         elif eqn.primitive.name == "optimization_barrier":
             sources = operands
@@ -266,7 +266,7 @@ def _largest(kernel: core.JaxprEqn) -> int:
     return max((size_of(v.aval) for v in kernel.invars), default=0)
 
 
-def _inner(
+def known_inside(
     eqn: core.JaxprEqn, body: core.Jaxpr, outer: Mapping[core.Var, Any]
 ) -> dict[core.Var, Any]:
     """Returns what is known of the inputs of a program inside an operation.
@@ -278,10 +278,10 @@ def _inner(
     # conditions run no kernels.
     operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
     pairs = zip(body.invars, operands, strict=True)
-    return {var: outer[v] for var, v in pairs if _at(v, outer) is not None}
+    return {var: outer[v] for var, v in pairs if entry_at(v, outer) is not None}
 
 
-def _at(operand: Any, known: Mapping[core.Var, Any]) -> Any:
+def entry_at(operand: Any, known: Mapping[core.Var, Any]) -> Any:
     """Returns the entry of an operand in `known`, or None; literals have no entry."""
     return known.get(operand) if isinstance(operand, core.Var) else None
 
@@ -313,11 +313,11 @@ def _reads(
         if _is_one(eqn):
             yield together
         for body in bodies_of(eqn):
-            yield from _reads(body, _inner(eqn, body, sources))
+            yield from _reads(body, known_inside(eqn, body, sources))
         if eqn.primitive.name == "optimization_barrier":
             pairs = zip(eqn.outvars, eqn.invars, strict=True)
             sources |= {
-                out: sources[v] for out, v in pairs if _at(v, sources) is not None
+                out: sources[v] for out, v in pairs if entry_at(v, sources) is not None
             }
         elif len(known) == len(operands):
             sources |= dict.fromkeys(eqn.outvars, together)

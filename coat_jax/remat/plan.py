@@ -12,6 +12,7 @@ from jax.extend import core
 from coat_jax.programs.graph import renamed, written_out
 from coat_jax.programs.primitives import is_foreign, is_matmul, size_of, variables
 from coat_jax.quantization.granularity import PerGroup
+from coat_jax.remat.choices import choosing
 from coat_jax.remat.kernels import Kernels
 from coat_jax.remat.loops import equal_stacks
 from coat_jax.remat.options import Options
@@ -140,6 +141,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     elsewhere = offloaded | on_host
     here = variables(v for i, v in enumerate(residuals) if i not in elsewhere)
     numbers = {v for v in here if size_of(v.aval) == 1}
+    by_choice = choosing(traced)
     ways: list[Any] = []
     for index, residual in enumerate(residuals):
         var = residual if isinstance(residual, core.Var) else None
@@ -160,7 +162,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
         elif var in of_kernels:
             ways.append(Wide(_OF_KERNEL))
         else:
-            ways.append(_saved(traced, index, options))
+            ways.append(_saved(traced, index, index in by_choice, options))
     # Integers have no gradients and no copies: arrays are computed from them again.
     integers = (v for v in program.invars if is_integer(v.aval))
     constants = [*params, *integers, *_recomputed(residuals, ways)]
@@ -321,11 +323,19 @@ def _statistics(program: core.Jaxpr) -> set[core.Var]:
     return {*sizes}
 
 
-def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
+def _saved(
+    traced: Linearized, index: int, is_chosen_by: bool, options: Options
+) -> Copy | Wide:
+    """Returns how a residual is saved if it does not follow from other arrays.
+
+    `is_chosen_by` is whether the backward pass chooses by the residual.
+    """
     aval = traced.residuals[index].aval
     readers = traced.readers(index)
     if reason := _why_wide(traced, index):
         return Wide(reason)
+    if is_chosen_by:
+        return Wide("backward chooses by it")
     if aval.dtype == jnp.float32 and any(is_foreign(eqn.primitive) for eqn in readers):
         # Float32 arrays that a custom kernel reads are statistics by convention, such
         # as attention's log-sum-exp.

@@ -18,7 +18,7 @@ from pallas_kernels.dispatch import placement
 
 Policy = Callable[..., Any]
 
-_CHECKPOINT = "remat2"  # The name of `jax.checkpoint` in programs.
+CHECKPOINT = "remat2"  # The name of `jax.checkpoint` in programs.
 # Batched matmuls that contract at most this many elements count as attention scores.
 _LARGEST_HEAD = 256
 # Operations of `pallas_kernels` that are shown to policies as `dot_general`.
@@ -95,7 +95,7 @@ def with_maxima_saved(program: core.Jaxpr) -> core.Jaxpr:
     eqns = []
     for eqn in program.eqns:
         params = {name: _in_bodies(value) for name, value in eqn.params.items()}
-        if eqn.primitive.name == _CHECKPOINT:
+        if eqn.primitive.name == CHECKPOINT:
             params["policy"] = _saving_maxima(params["policy"])
         is_same = all(params[name] is value for name, value in eqn.params.items())
         eqns.append(eqn if is_same else eqn.replace(params=params))

@@ -4,6 +4,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -195,6 +196,39 @@ def test_matmuls_that_are_in_fp8_already_count():
     coat.fp8(fn)(jnp.eye(128), X)
     (row,) = coat.fp8_report(coat.fp8(fn), jnp.eye(128), X).rows
     assert row.reason == "in FP8 already"
+
+
+def _attention(p, x):
+    q, k, v = (x @ p[name] for name in "qkv")
+    h = jax.nn.softmax(q @ k.T) @ v
+    return x + jax.nn.silu(h @ p["gate"]) * (h @ p["up"])
+
+
+def _in_fp8(p, x):
+    def dot(x, w):
+        return coat.fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
+
+    return dot(jax.nn.gelu(dot(x, p["q"]) + p["bias"]), p["k"])
+
+
+@pytest.mark.parametrize(
+    ("light", "parameters"),
+    [
+        (coat.fp8(_attention), ["k, q, v", "", "", "gate, up"]),
+        (coat.fp8_remat(_in_fp8), ["bias, q", "k"]),
+    ],
+)
+def test_fused_matmuls_are_in_fp8_already(light, parameters, recwarn):
+    """A function that is converted twice is one example."""
+    params = {name: jnp.eye(128) for name in ("q", "k", "v", "gate", "up")}
+    params["bias"] = jnp.ones(128)
+    x, twice = jnp.ones((16, 128)), coat.fp8(light)
+    np.testing.assert_array_equal(twice(params, x), light(params, x))
+    assert not recwarn.list
+    rows = coat.fp8_report(twice, params, x).rows[: len(parameters)]
+    assert [row.parameter for row in rows] == parameters
+    assert all(row.reason == "in FP8 already" for row in rows if row.parameter)
+    assert all(row.right == (128, 128) for row in rows if row.parameter)
 
 
 def test_report_says_that_few_rows_stay_as_they_are():

@@ -311,6 +311,18 @@ def test_float16_is_left_alone():
 
 
 @pytest.mark.parametrize(("fn", "arguments"), EITHER)
+def test_gradients_under_strict_promotion(fn, arguments):
+    weights, x, dy = arguments()
+
+    def gradients(weights, x, dy):
+        return jax.vjp(fp8_remat(fn), weights, x)[1](dy)
+
+    with jax.numpy_dtype_promotion("strict"):
+        types = jax.tree.leaves(jax.eval_shape(gradients, weights, x, dy))
+    assert [t.dtype for t in types] == [a.dtype for a in (*weights, x)]
+
+
+@pytest.mark.parametrize(("fn", "arguments"), EITHER)
 @pytest.mark.parametrize(
     ("tokens", "f"), [slow((4, 1, 33), 144), ((2, 9), 40), slow((17,), 16)]
 )

@@ -124,7 +124,7 @@ class Operands:
             y = lax.dot_general(a, b, _NT, precision, wide)
             y = y * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
         for added in (bias, accumulator):
-            y = y if added is None else y + added
+            y = y if added is None else y + added.astype(wide)
         return y.astype(out_dtype)
 
 

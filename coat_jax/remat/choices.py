@@ -1,0 +1,81 @@
+"""Finds the residuals by which a backward pass chooses elements or rounds numbers.
+
+The gradient of a maximum over windows goes to the largest number of each window. In FP8
+numbers of a window are often equal, and the gradient would go to another number. In the
+same way rounding errors of a copy move numbers over the threshold of a derivative rule,
+such as `g * (abs(x) <= 1)`, and over the edges of a function such as `jnp.round`.
+"""
+
+import math
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from coat_jax.programs.graph import written_out
+from coat_jax.programs.primitives import bodies_of, number_of, variables
+from coat_jax.remat.errors import is_cheap
+from coat_jax.remat.kernels import known_inside
+from coat_jax.remat.policies import CHECKPOINT
+from coat_jax.remat.trace import Linearized
+
+# The gradients of maxima and minima over windows.
+_WINDOWS = frozenset({"select_and_gather_add", "select_and_scatter_add"})
+_COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
+_TINY = float(jnp.finfo(jnp.float32).tiny)  # Quantization compares with it.
+_CHOICES = frozenset({"argmax", "argmin", "ceil", "floor", "round", "sort", "top_k"})
+
+
+def choosing(traced: Linearized) -> set[int]:
+    """Returns the indices of the residuals by which the backward pass chooses.
+
+    A residual counts if a choice depends on it by elementwise operations on residuals
+    alone. Comparisons with zero do not count: copies keep signs. A
+    `jax.checkpoint` computes its results again from copies, and derivatives fit these
+    results, so that only choices within windows count there.
+    """
+    backward = written_out(traced.backward.jaxpr)
+    residuals = backward.invars[: len(traced.residuals)]
+    sources = {v: frozenset({i}) for i, v in enumerate(residuals)}
+    return {i for chosen in _choosing(backward, sources, False) for i in chosen}
+
+
+def _choosing(
+    program: core.Jaxpr, sources: dict[core.Var, frozenset[int]], is_again: bool
+) -> Iterator[frozenset[int]]:
+    """Yields the residuals that each choice of a program depends on.
+
+    Args:
+      program: The program.
+      sources: The residuals that each input of the program comes from. Inputs that
+        depend on anything else are left out.
+      is_again: Whether the program is within a `jax.checkpoint`.
+    """
+    sources |= dict.fromkeys(program.constvars, frozenset())
+    for eqn in program.eqns:
+        operands = variables(eqn.invars)
+        if eqn.primitive.name in _WINDOWS or (not is_again and _chooses(eqn)):
+            yield frozenset().union(*(sources.get(v, ()) for v in operands))
+        within = is_again or eqn.primitive.name == CHECKPOINT
+        for body in bodies_of(eqn):
+            yield from _choosing(body, known_inside(eqn, body, sources), within)
+        if is_cheap(eqn) and operands <= sources.keys():
+            together = frozenset().union(*(sources[v] for v in operands))
+            sources |= dict.fromkeys(eqn.outvars, together)
+
+
+def _chooses(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation compares numbers, or rounds them to integers."""
+    name = eqn.primitive.name
+    if name in _COMPARISONS:
+        numbers = [number_of(v) for v in eqn.invars if isinstance(v, core.Literal)]
+        is_nan_check = eqn.invars[0] is eqn.invars[-1]
+        return not (is_nan_check or any(map(_copies_keep, numbers)))
+    if name == "convert_element_type":
+        return jnp.issubdtype(eqn.params["new_dtype"], jnp.integer)
+    return name in _CHOICES
+
+
+def _copies_keep(number: float) -> bool:
+    """Returns whether numbers and their copies are on the same side of a number."""
+    return abs(number) <= _TINY or math.isinf(number)
