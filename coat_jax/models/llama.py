@@ -236,7 +236,8 @@ def cross_entropy(
       tokens: The input of the model.
       targets: The token that follows each input token.
       weights: The weight of each target in the mean: 0 ignores it. None weighs all
-        alike. If all weights are 0, the loss is 0.
+        alike. If all weights are 0, the loss is 0. The loss is a differentiable
+        function of the weights.
       segment_ids: The number of each token's document; None means that a sequence is
         one document.
 
