@@ -51,7 +51,15 @@ weighted_loss.defvjp(_weighted_loss_fwd, _weighted_loss_bwd)
 
 
 def check_shapes(tokens: Int[Array, "b s"], **arrays: Array | None) -> None:
-    """Raises ValueError unless each array is None or has the shape of `tokens`."""
+    """Raises ValueError unless each array is None or has the shape of `tokens`.
+
+    `tokens` must have two axes, and at least one token.
+    """
+    if tokens.ndim != 2 or not tokens.size:
+        raise ValueError(
+            "tokens must have the shape [b, s] and at least one token, got "
+            f"{tokens.shape}"
+        )
     for name, array in arrays.items():
         if array is not None and array.shape != tokens.shape:
             raise ValueError(
@@ -61,18 +69,21 @@ def check_shapes(tokens: Int[Array, "b s"], **arrays: Array | None) -> None:
 
 
 def token_shares(
-    targets: Int[Array, "b s"], weights: Array | None
+    targets: Int[Array, "b s"], weights: Array | None, vocab_size: int
 ) -> Float[Array, "b s"]:
     """Returns each token's share of a mean: its weight over the sum of all weights.
 
     Without weights all tokens count alike. If all weights are zero, all shares are
-    zero.
+    zero. A target outside the vocabulary has the share NaN unless its weight is zero.
     """
+    outside = (targets < 0) | (targets >= vocab_size)
     if weights is None:
-        return jnp.full(targets.shape, 1 / targets.size, jnp.float32)
+        shares = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
+        return jnp.where(outside, jnp.nan, shares)
     weights = weights.astype(jnp.float32)
     total = jnp.sum(weights)
-    return weights / jnp.where(total == 0, 1.0, total)
+    shares = weights / jnp.where(total == 0, 1.0, total)
+    return jnp.where(outside & (weights != 0), jnp.nan, shares)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -215,7 +215,7 @@ def test_cross_entropy_in_any_number_of_chunks(monkeypatch, logits_per_chunk, le
     monkeypatch.setattr(loss_module, "_LOGITS_PER_CHUNK", logits_per_chunk)
     hidden, head = normal(1, 2, length, 32), normal(2, 32, 128)
     targets = tokens(length)
-    shares = loss_module.token_shares(targets, None)
+    shares = loss_module.token_shares(targets, None, 128)
 
     def loss(hidden, head, shares):
         return loss_module.weighted_loss(hidden, head, targets, shares)
