@@ -231,7 +231,8 @@ def _prefill(
       room: The number of further tokens.
     """
     # Padding is a document of its own, which no token of the prompt attends to.
-    segments = (jnp.arange(tokens.shape[1]) >= starts[:, None]).astype(jnp.int32)
+    places = jnp.arange(tokens.shape[1])[None]
+    segments = (places >= starts[:, None]).astype(jnp.int32)
     graph, stacked = nnx.split(model.layers)
 
     def apply(x, state):
@@ -263,7 +264,7 @@ def _decode(
       starts: The position of each prompt's first token.
       cache: The cache of all earlier positions.
     """
-    places = jnp.arange(cache.keys.shape[2])
+    places = jnp.arange(cache.keys.shape[2])[None]
     seen = (places >= starts[:, None]) & (places <= position)
     graph, stacked = nnx.split(model.layers)
 

@@ -244,7 +244,7 @@ def _weighted(
 ) -> Float[Array, "experts h"]:
     """Multiplies the columns of a router by a norm's weight, in float32."""
     router = router.astype(jnp.float32)
-    return router if weight is None else router * weight.astype(jnp.float32)
+    return router if weight is None else router * weight.astype(jnp.float32)[None]
 
 
 def chosen_experts(
@@ -258,7 +258,7 @@ def chosen_experts(
     """
     scores = _scores(lax.stop_gradient(logits), experts)
     if bias is not None:
-        scores = scores + bias.astype(jnp.float32)
+        scores = scores + bias.astype(jnp.float32)[None]
     ids = _largest(scores, experts.top_k)
     shared = jnp.arange(experts.num_experts, experts.num_groups, dtype=ids.dtype)
     shared = jnp.broadcast_to(shared, (len(ids), len(shared)))
@@ -300,7 +300,7 @@ def group_sizes(ids: Int[Array, "*any"], groups: int) -> Int[Array, " groups"]:
 
     XLA fuses the comparison and the sum into one pass.
     """
-    is_of = ids.reshape(-1, 1) == jnp.arange(groups, dtype=ids.dtype)
+    is_of = ids.reshape(-1, 1) == jnp.arange(groups, dtype=ids.dtype)[None]
     return jnp.sum(is_of, axis=0, dtype=jnp.int32)
 
 
@@ -342,7 +342,7 @@ def _largest(
     at, ids = jnp.arange(scores.shape[1], dtype=jnp.int32), []
     for _ in range(count):
         ids.append(jnp.argmax(order, axis=1).astype(jnp.int32))
-        order = jnp.where(at == ids[-1][:, None], least, order)
+        order = jnp.where(at[None] == ids[-1][:, None], least, order)
     return jnp.stack(ids, axis=1)
 
 
