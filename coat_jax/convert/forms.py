@@ -12,17 +12,12 @@ from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.fp8.ragged_dot import fp8_ragged_dot
 from coat_jax.programs.graph import in_place_of
 
-# `jax.lax.ragged_dot` is this operation with these dimension numbers.
 _RAGGED = "ragged_dot_general"
-_RAGGED_DOT = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
 
 def is_in_jax(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is `dot_general` or `ragged_dot` of `jax.lax`."""
-    if is_ragged(eqn):
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        return numbers == _RAGGED_DOT and eqn.params["group_offset"] is None
-    return eqn.primitive.name == "dot_general"
+    """Returns whether it is a `dot_general` or `ragged_dot_general` of `jax.lax`."""
+    return is_ragged(eqn) or eqn.primitive.name == "dot_general"
 
 
 def is_ragged(eqn: core.JaxprEqn) -> bool:
@@ -30,14 +25,32 @@ def is_ragged(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name == _RAGGED
 
 
+def ragged_obstacle(eqn: core.JaxprEqn) -> str:
+    """Returns why a `ragged_dot_general` has no FP8 form, or "".
+
+    The forms with an FP8 form are `jax.lax.ragged_dot` of operands with their axes in
+    any order.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (of_x, _), batch = numbers.dot_dimension_numbers
+    if eqn.params["group_offset"] is not None:
+        return "it has a group_offset"
+    if tuple(numbers.lhs_ragged_dimensions) == tuple(of_x):
+        return "its groups are of the axis that it sums over"
+    if any(batch) or (eqn.invars[0].aval.ndim, eqn.invars[1].aval.ndim) != (2, 3):
+        return "a ragged_dot_general with axes of a batch"
+    return ""
+
+
 def dimensions(eqn: core.JaxprEqn) -> lax.DotDimensionNumbers:
     """Returns the contracted and the batch axes of both operands.
 
-    The groups of a `ragged_dot` are a batch axis of its weights.
+    The groups of a `ragged_dot_general` are a batch axis of its weights.
     """
     if is_ragged(eqn):
-        contracted, _ = _RAGGED_DOT.dot_dimension_numbers
-        return contracted, ((), tuple(_RAGGED_DOT.rhs_group_dimensions))
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        contracted, (of_x, of_w) = numbers.dot_dimension_numbers
+        return contracted, (of_x, (*of_w, *numbers.rhs_group_dimensions))
     return eqn.params["dimension_numbers"]
 
 
@@ -50,8 +63,12 @@ def fp8_form(eqn: core.JaxprEqn, side: int) -> list[core.JaxprEqn]:
 def _matmul(*operands: jax.Array, eqn: core.JaxprEqn, side: int) -> jax.Array:
     dtype, sharding = eqn.outvars[0].aval.dtype, eqn.params.get("out_sharding")
     if is_ragged(eqn):
+        x, w, sizes = operands
+        ((of_x,), (of_w,)), (_, (of_groups,)) = dimensions(eqn)
+        x = lax.transpose(x, (1 - of_x, of_x))
+        w = lax.transpose(w, (of_groups, of_w, 3 - of_groups - of_w))
         options = {"preferred_element_type": dtype, "out_sharding": sharding}
-        return fp8_ragged_dot(*operands, **options)
+        return fp8_ragged_dot(x, w, sizes, **options)
     contract, batch = eqn.params["dimension_numbers"]
     if side == 1:
         return fp8_dot_general(

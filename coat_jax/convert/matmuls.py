@@ -8,7 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.convert.forms import dimensions, fp8_form, is_in_jax, is_ragged
+from coat_jax.convert.forms import (
+    dimensions,
+    fp8_form,
+    is_in_jax,
+    is_ragged,
+    ragged_obstacle,
+)
 from coat_jax.convert.record import (
     ACTIVATIONS,
     FP8_ALREADY,
@@ -181,6 +187,8 @@ class Conversion:
         if any(is_partial(aval.sharding) for aval in types):
             return 0, "devices' parts are added up later"
         (side,) = weights
+        if is_ragged(eqn) and (obstacle := ragged_obstacle(eqn)):
+            return 0, obstacle
         if side == 0 and is_ragged(eqn):
             return 0, "its rows in groups are a parameter"
         if self.chosen is None:

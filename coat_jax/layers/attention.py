@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 import pallas_kernels
 from coat_jax.layers.flash_attention import flash_attention, has_flash_attention
 from pallas_kernels.dispatch import array_types, devices, stand_ins
+from pallas_kernels.numerics import on_last_axes
 from pallas_kernels.ops.attention.api import check_heads, runs_kernel
 
 
@@ -191,7 +192,8 @@ def cached_attention(
     mask = visible[:, None, None]
     if scores.window is not None:
         near = position - jnp.arange(keys.shape[1]) < scores.window
-        mask &= near if local is None else near | ~local
+        near = on_last_axes(near, mask.ndim)
+        mask &= near if local is None else near | on_last_axes(~local, mask.ndim)
     return _masked_attention(q, keys, values, mask, scores)
 
 
@@ -362,10 +364,10 @@ def _mask(
     is no other mask. With a soft cap the mask also covers later positions.
     """
     masks = [] if segment_ids is None else [_same_segment(segment_ids)]
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None]
     if scores.softcap is not None and causal:
         masks.append((distance >= 0)[None, None])
     if scores.window is not None and (masks or local is not None):
         near = (distance < scores.window)[None, None]
-        masks.append(near if local is None else near | ~local)
+        masks.append(near if local is None else near | on_last_axes(~local, near.ndim))
     return functools.reduce(operator.and_, masks) if masks else None

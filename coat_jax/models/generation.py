@@ -92,6 +92,7 @@ def generate(
         the longest prompt. Calls with the same length share a compiled program.
 
     Raises:
+      TypeError: If `model` is not a `Llama`.
       ValueError: If an option is invalid, if a prompt is not a sequence of integers,
         is empty or is longer than `prompt_length`, if a token is not in the vocabulary
         (unless its value is unknown, within `jax.jit`), if a temperature above 0 comes
@@ -108,6 +109,8 @@ def generate(
       >>> coat.generate(model, [[1, 2, 3], [4]], max_new_tokens=5).tokens.shape
       (2, 5)
     """
+    if not isinstance(model, Llama):
+        raise TypeError(f"model must be a Llama, got {type(model).__name__}")
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
     sampling = Sampling(top_k=top_k, top_p=top_p)
     stop_tokens = stop_tokens_of(stop_tokens, model)
@@ -228,7 +231,8 @@ def _prefill(
       room: The number of further tokens.
     """
     # Padding is a document of its own, which no token of the prompt attends to.
-    segments = (jnp.arange(tokens.shape[1]) >= starts[:, None]).astype(jnp.int32)
+    places = jnp.arange(tokens.shape[1])[None]
+    segments = (places >= starts[:, None]).astype(jnp.int32)
     graph, stacked = nnx.split(model.layers)
 
     def apply(x, state):
@@ -260,7 +264,7 @@ def _decode(
       starts: The position of each prompt's first token.
       cache: The cache of all earlier positions.
     """
-    places = jnp.arange(cache.keys.shape[2])
+    places = jnp.arange(cache.keys.shape[2])[None]
     seen = (places >= starts[:, None]) & (places <= position)
     graph, stacked = nnx.split(model.layers)
 

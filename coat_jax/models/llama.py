@@ -234,15 +234,17 @@ def cross_entropy(
     Args:
       model: The model.
       tokens: The input of the model.
-      targets: The token that follows each input token.
+      targets: The token that follows each input token. The loss is NaN if one of them
+        is not in the vocabulary, as -100 is not, and its weight is not 0.
       weights: The weight of each target in the mean: 0 ignores it. None weighs all
-        alike. If all weights are 0, the loss is 0.
+        alike. If all weights are 0, the loss is 0. The loss is a differentiable
+        function of the weights.
       segment_ids: The number of each token's document; None means that a sequence is
         one document.
 
     Raises:
-      ValueError: If `targets`, `weights` or `segment_ids` does not have the shape of
-        `tokens`.
+      ValueError: If `tokens` is not [b, s] or has no token, or if `targets`, `weights`
+        or `segment_ids` does not have its shape.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -290,7 +292,7 @@ def training_loss(
     Args:
       model: The model.
       tokens: The input of the model.
-      targets: The token that follows each input token.
+      targets: The token that follows each input token; see `cross_entropy`.
       weights: The weight of each target in the mean; see `cross_entropy`. Auxiliary
         losses weigh all tokens of this call alike. Their mean over microbatches is not
         the loss of the whole batch, because loads differ between microbatches.
@@ -300,8 +302,8 @@ def training_loss(
       The loss, and its parts with the load of every expert, for logging.
 
     Raises:
-      ValueError: If `targets`, `weights` or `segment_ids` does not have the shape of
-        `tokens`.
+      ValueError: If `tokens` is not [b, s] or has no token, or if `targets`, `weights`
+        or `segment_ids` does not have its shape.
 
     Examples:
       >>> import functools, jax, jax.numpy as jnp
@@ -342,7 +344,7 @@ def mean_loss(
     """Returns the weighted mean loss of targets, from a model's final hidden states."""
 
     def mean(hidden, head, targets, weights):
-        shares = token_shares(targets, weights)
+        shares = token_shares(targets, weights, head.shape[1])
         return weighted_loss(hidden, head, targets, shares, model.config.logit_softcap)
 
     loss = on_explicit_tokens(mean, hidden, results=0)

@@ -30,8 +30,8 @@ def weighted_loss(
 
     If the function is differentiated, the forward pass computes the gradients of a
     chunk together with its loss, while the chunk's logits exist. These are already
-    gradients of the sum, so that no other pass multiplies them by the shares. Shares
-    have no gradients.
+    gradients of the sum, so that no other pass multiplies them by the shares. The
+    gradient of a share is its token's loss.
     """
     return _Loss(softcap)(hidden, head, targets, shares)
 
@@ -43,15 +43,23 @@ def _weighted_loss_fwd(hidden, head, targets, shares, softcap):
 
 
 def _weighted_loss_bwd(softcap, grads, dloss):
-    dhidden, dhead = (g * dloss.astype(g.dtype) for g in grads)
-    return dhidden, dhead, None, None
+    dhidden, dhead, dshares = (g * dloss.astype(g.dtype) for g in grads)
+    return dhidden, dhead, None, dshares
 
 
 weighted_loss.defvjp(_weighted_loss_fwd, _weighted_loss_bwd)
 
 
 def check_shapes(tokens: Int[Array, "b s"], **arrays: Array | None) -> None:
-    """Raises ValueError unless each array is None or has the shape of `tokens`."""
+    """Raises ValueError unless each array is None or has the shape of `tokens`.
+
+    `tokens` must have two axes, and at least one token.
+    """
+    if tokens.ndim != 2 or not tokens.size:
+        raise ValueError(
+            "tokens must have the shape [b, s] and at least one token, got "
+            f"{tokens.shape}"
+        )
     for name, array in arrays.items():
         if array is not None and array.shape != tokens.shape:
             raise ValueError(
@@ -61,18 +69,21 @@ def check_shapes(tokens: Int[Array, "b s"], **arrays: Array | None) -> None:
 
 
 def token_shares(
-    targets: Int[Array, "b s"], weights: Array | None
+    targets: Int[Array, "b s"], weights: Array | None, vocab_size: int
 ) -> Float[Array, "b s"]:
     """Returns each token's share of a mean: its weight over the sum of all weights.
 
     Without weights all tokens count alike. If all weights are zero, all shares are
-    zero.
+    zero. A target outside the vocabulary has the share NaN unless its weight is zero.
     """
+    outside = (targets < 0) | (targets >= vocab_size)
     if weights is None:
-        return jnp.full(targets.shape, 1 / targets.size, jnp.float32)
+        shares = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
+        return jnp.where(outside, jnp.nan, shares)
     weights = weights.astype(jnp.float32)
     total = jnp.sum(weights)
-    return weights / jnp.where(total == 0, 1.0, total)
+    shares = weights / jnp.where(total == 0, 1.0, total)
+    return jnp.where(outside & (weights != 0), jnp.nan, shares)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +98,7 @@ class _Loss(operations.OfParts):
 
     def reference(self, hidden, head, targets, shares):
         def add(total, chunk):
-            return total + _chunk_loss(head, *chunk, self.softcap), None
+            return total + _chunk_loss(head, *chunk, self.softcap)[0], None
 
         zero = array_types.varying_alike(jnp.zeros((), jnp.float32), hidden)
         return lax.scan(add, zero, _chunks(hidden, head, targets, shares))[0]
@@ -100,45 +111,66 @@ class _Loss(operations.OfParts):
 
 @dataclasses.dataclass(frozen=True)
 class _LossAndGrads(_Loss):
-    """The operation of `weighted_loss` with gradients of `hidden` and `head`."""
+    """The operation of `weighted_loss` with gradients of all but the targets."""
 
     def reference(self, hidden, head, targets, shares):
         def add(carry, chunk):
             total, dhead = carry
-            grad = jax.value_and_grad(_chunk_loss, (0, 1))
-            loss, grads = grad(head, *chunk, self.softcap)
-            return (total + loss, dhead + grads[0]), grads[1]
+            grad = jax.value_and_grad(_chunk_loss, (0, 1), has_aux=True)
+            (loss, losses), grads = grad(head, *chunk, self.softcap)
+            return (total + loss, dhead + grads[0]), (grads[1], losses)
 
         zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
         zeros = array_types.varying_alike(zeros, hidden)
         chunks = _chunks(hidden, head, targets, shares)
-        (total, dhead), dhidden = lax.scan(add, zeros, chunks)
-        return total, dhidden.reshape(hidden.shape), dhead
+        (total, dhead), of_chunks = lax.scan(add, zeros, chunks)
+        dhidden, losses = (
+            x.reshape(-1, *x.shape[2:])[: targets.size] for x in of_chunks
+        )
+        return (
+            total,
+            dhidden.reshape(hidden.shape),
+            dhead,
+            losses.reshape(targets.shape),
+        )
 
     def axes(self, *arrays) -> tuple:
         operands, loss = super().axes(*arrays)
-        return operands, (loss, operands[0], Axes("h vocab", reduced="sum"))
+        of_head = Axes("h vocab", reduced="sum")
+        return operands, (loss, operands[0], of_head, operands[-1])
 
 
 def _chunk_loss(
     head: Array, hidden: Array, targets: Array, shares: Array, softcap: float | None
-) -> Float[Array, ""]:
-    """Computes the sum of a chunk's losses, each multiplied by its share."""
+) -> tuple[Float[Array, ""], Float[Array, " tokens"]]:
+    """Computes the sum of a chunk's losses, each multiplied by its share.
+
+    It also returns the losses.
+    """
     scores = logits(hidden, head, softcap)
     # A comparison selects the target's logit, because its gradient fuses with the
     # gradient of the other logits. The gradient of an index is a scatter, which would
     # read and write arrays of this size twice more.
     is_target = targets[:, None] == jnp.arange(scores.shape[1])[None]
     picked = jnp.sum(jnp.where(is_target, scores, 0.0), axis=-1)
-    return jnp.sum(shares * (jax.nn.logsumexp(scores, axis=-1) - picked))
+    losses = jax.nn.logsumexp(scores, axis=-1) - picked
+    return jnp.sum(shares * losses), losses
 
 
 def _chunks(
     hidden: Array, head: Array, targets: Array, shares: Array
 ) -> tuple[Array, Array, Array]:
-    count = _num_chunks(targets.size, head.shape[1])
-    hidden = hidden.reshape(count, -1, hidden.shape[-1])
-    return hidden, targets.reshape(count, -1), shares.reshape(count, -1)
+    """Splits tokens into chunks of equal size; padding has shares of zero."""
+    size, _ = chunk_of_logits(targets.size, head.shape[1])
+    padding = -targets.size % size
+
+    def split(x: Array, *inner: int) -> Array:
+        x = x.reshape(-1, *inner)
+        if padding:
+            x = jnp.pad(x, [(0, padding)] + [(0, 0)] * len(inner))
+        return x.reshape(-1, size, *inner)
+
+    return split(hidden, hidden.shape[-1]), split(targets), split(shares)
 
 
 def logits(
@@ -201,14 +233,12 @@ _logits.defvjp(_logits_fwd, _logits_bwd)
 
 
 def chunk_of_logits(tokens: int, vocab_size: int) -> tuple[int, int]:
-    """Returns the shape of a chunk of logits in `cross_entropy`."""
-    return tokens // _num_chunks(tokens, vocab_size), vocab_size
+    """Returns the shape of a chunk of logits in `cross_entropy`.
 
-
-def _num_chunks(tokens: int, vocab_size: int) -> int:
-    """Returns the smallest number of chunks of equal size for a number of tokens.
-
-    A chunk has at most `_LOGITS_PER_CHUNK` logits.
+    A chunk has at most `_LOGITS_PER_CHUNK` logits, or the logits of one token. Chunks
+    are as few as this allows, or up to twice as many if that makes them equal in size.
+    Otherwise the last chunk is padded.
     """
-    fewest = math.ceil(tokens * vocab_size / _LOGITS_PER_CHUNK)
-    return next(n for n in range(max(fewest, 1), tokens + 1) if tokens % n == 0)
+    fewest = math.ceil(tokens / max(_LOGITS_PER_CHUNK // vocab_size, 1))
+    equal = (n for n in range(fewest, 2 * fewest) if tokens % n == 0)
+    return math.ceil(tokens / next(equal, fewest)), vocab_size

@@ -61,7 +61,7 @@ class Sampling:
             return scores
         order = jnp.argsort(scores, axis=-1, descending=True, stable=True)
         ranked = jnp.take_along_axis(scores, order, axis=-1)
-        ranks = jnp.arange(scores.shape[-1])
+        ranks = jnp.arange(scores.shape[-1])[None]
         kept = ranks < (self.top_k or scores.shape[-1])
         ranked = jnp.where(kept, ranked, -jnp.inf)
         if self.top_p is not None:

@@ -208,12 +208,14 @@ def cross_entropy(
       model: The model.
       images: The images of each sequence.
       tokens: The input of the decoder.
-      targets: The token that follows each input token.
+      targets: The token that follows each input token. The loss is NaN if an answer
+        has one that is not in the vocabulary.
       is_answer: Whether each target belongs to an answer; other targets have no loss.
         If no target belongs to an answer, the loss is 0.
 
     Raises:
-      ValueError: If the shapes of `tokens`, `targets` and `is_answer` differ.
+      ValueError: If `tokens` is not [b, s] or has no token, or if `targets` or
+        `is_answer` does not have its shape.
     """
     check_shapes(tokens, targets=targets, is_answer=is_answer)
     hidden = model.hidden(model.encode(images), tokens)

@@ -95,6 +95,73 @@ def test_the_report_lists_experts():
         assert experts == 2 * ((2 * 48 * TOP, reason),)
 
 
+def general(contracted, groups=(0,), batch=((), ()), ragged=None, offset=None):
+    """Returns a `ragged_dot_general` that contracts these axes of its operands."""
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(contracted, batch),
+        lhs_ragged_dimensions=[1 - contracted[0][0]] if ragged is None else ragged,
+        rhs_group_dimensions=groups,
+    )
+    options = {"group_offset": offset}
+    return lambda x, w, sizes: lax.ragged_dot_general(x, w, sizes, numbers, **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "axes", "dot"),
+    [
+        ((0, 1), (0, 2, 1), general(((1,), (2,)))),
+        ((0, 1), (1, 2, 0), general(((1,), (0,)), groups=(2,))),
+        ((1, 0), (1, 0, 2), general(((0,), (0,)), groups=(1,))),
+    ],
+)
+def test_ragged_dots_may_have_their_axes_in_any_order(rows, axes, dot):
+    x = jax.random.normal(jax.random.key(0), (48, WIDTH))
+    w = jax.random.normal(jax.random.key(1), (EXPERTS, WIDTH, HIDDEN))
+    sizes = jnp.array([20, 0, 18, 10], jnp.int32)
+
+    def passes(dot, *arrays):
+        y, vjp = jax.vjp(lambda x, w: dot(x, w, sizes), *arrays)
+        return y, *vjp(jnp.cos(jnp.arange(y.size)).reshape(y.shape))
+
+    fp8 = coat.fp8(lambda w, x, sizes: dot(x, w, sizes))
+    y, dx, dw = passes(
+        lambda x, w, s: fp8(w, x, s), x.transpose(rows), w.transpose(axes)
+    )
+    actual = y, dx.transpose(np.argsort(rows)), dw.transpose(np.argsort(axes))
+    expected = passes(coat.fp8_ragged_dot, x, w)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("dot", "shapes", "reason"),
+    [
+        (
+            general(((0,), (0,)), groups=(), ragged=(0,)),
+            ((48, 128), (48, 256)),
+            "its groups are of the axis that it sums over",
+        ),
+        (
+            general(((2,), (2,)), groups=(1,), batch=((0,), (0,)), ragged=(1,)),
+            ((2, 48, 128), (2, EXPERTS, 128, 256)),
+            "a ragged_dot_general with axes of a batch",
+        ),
+        (
+            general(((1,), (1,)), offset=(0,)),
+            ((48, 128), (EXPERTS, 128, 256)),
+            "it has a group_offset",
+        ),
+    ],
+)
+def test_other_ragged_dots_are_listed(dot, shapes, reason):
+    fp8 = coat.fp8(lambda p, x, sizes: dot(x @ p["first"], p["second"], sizes))
+    x, second = map(jnp.ones, shapes)
+    params = {"first": jnp.ones((x.shape[-1], 128)), "second": second}
+    sizes = jnp.ones((*x.shape[:-2], EXPERTS), jnp.int32)
+    report = coat.fp8_report(fp8, params, x, sizes)
+    reasons = {row.parameter: row.reason for row in report.rows}
+    assert reasons == {"first": "", "second": reason}
+
+
 class Choosing(nnx.Module):
     """A model with two matmuls; `choose` gets the softmax of the second's result."""
 

@@ -208,16 +208,19 @@ def test_scanned_layers_equal_a_loop_with_or_without_scales():
     assert cosine(actual[0][1], gradient) > 0.9999
 
 
-@pytest.mark.parametrize("logits_per_chunk", [2**26, 128 * 50])
-def test_cross_entropy_in_any_number_of_chunks(monkeypatch, logits_per_chunk):
+@pytest.mark.parametrize(
+    ("logits_per_chunk", "length"), [(2**26, 60), (128 * 50, 60), (128 * 50, 59)]
+)
+def test_cross_entropy_in_any_number_of_chunks(monkeypatch, logits_per_chunk, length):
     monkeypatch.setattr(loss_module, "_LOGITS_PER_CHUNK", logits_per_chunk)
-    hidden, head, targets = normal(1, 2, 60, 32), normal(2, 32, 128), tokens(60)
-    shares = loss_module.token_shares(targets, None)
+    hidden, head = normal(1, 2, length, 32), normal(2, 32, 128)
+    targets = tokens(length)
+    shares = loss_module.token_shares(targets, None, 128)
 
-    def loss(hidden, head):
+    def loss(hidden, head, shares):
         return loss_module.weighted_loss(hidden, head, targets, shares)
 
-    actual = compiled(jax.value_and_grad(loss, (0, 1)), hidden, head)
+    actual = compiled(jax.value_and_grad(loss, (0, 1, 2)), hidden, head, shares)
     x, w = wide((hidden, head))
     logits = x @ w
     chosen = np.eye(128)[np.asarray(targets)]
@@ -225,18 +228,25 @@ def test_cross_entropy_in_any_number_of_chunks(monkeypatch, logits_per_chunk):
     losses = np.log(totals[..., 0]) - np.sum(logits * chosen, -1)
     dlogits = (np.exp(logits) / totals - chosen) / targets.size
     dhead = np.einsum("bsh,bsv->hv", x, dlogits)
-    assert_close(actual, (losses.mean(), (dlogits @ w.T, dhead)), 1e-5)
+    assert_close(actual, (losses.mean(), (dlogits @ w.T, dhead, losses)), 1e-5)
 
 
 @pytest.mark.parametrize(
-    ("logits_per_chunk", "chunks"),
-    [(2**26, 1), (128 * 40, 3), (128 * 50, 3), (128, 120)],
+    ("logits_per_chunk", "length", "chunks"),
+    [
+        (2**26, 60, 1),
+        (128 * 40, 60, 3),
+        (128 * 35, 60, 4),
+        (128, 60, 120),
+        (128 * 50, 59, 3),  # No number from 3 to 5 divides 118: the last is padded.
+        (1, 60, 120),
+    ],
 )
-def test_chunks_divide_the_tokens(monkeypatch, logits_per_chunk, chunks):
+def test_chunks_are_few(monkeypatch, logits_per_chunk, length, chunks):
     monkeypatch.setattr(loss_module, "_LOGITS_PER_CHUNK", logits_per_chunk)
     graph, params = split(small(recipe="bf16", dtype=jnp.float32))
     jaxpr = jax.make_jaxpr(lambda p, t: llama.cross_entropy(nnx.merge(graph, p), t, t))(
-        params, tokens(60)
+        params, tokens(length)
     )
     eqns = list(jaxpr.eqns)
     for eqn in jaxpr.eqns:

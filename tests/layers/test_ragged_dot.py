@@ -164,6 +164,12 @@ def test_vmap_and_scan_and_checkpoint():
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
+def test_no_rank_is_promoted():
+    x, w, sizes = jnp.ones((32, 16)), jnp.ones((2, 16, 8)), jnp.array([10, 20])
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(jax.grad(lambda w: coat.fp8_ragged_dot(x, w, sizes).sum()), w)
+
+
 def test_what_does_not_go_together_is_named():
     x, w, _ = arrays()
     with pytest.raises(ValueError, match="lhs must be floating, got dtype int32"):

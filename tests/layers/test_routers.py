@@ -51,6 +51,17 @@ def test_logits_are_those_of_float64(kind, dtype, of_params, error):
     np.testing.assert_allclose(logits, expected, atol=error * np.abs(expected).max())
 
 
+def test_one_token_may_have_one_expert():
+    x, _, router = (v[:1] for v in arrays(jnp.float32, jnp.float32))
+    norm = Norm(kind="rms", eps=1e-6)
+    logits = jax.jit(normed_logits, static_argnums=0)(norm, x, None, router)
+    expected = normed("rms", x, 1.0) @ np.asarray(router, np.float64).T
+    np.testing.assert_allclose(logits, expected, rtol=1e-5)
+    gradient = jax.jit(logits_gradient, static_argnums=0)
+    dh, _ = gradient(norm, x, None, router, jnp.full((1, 1), 2.0))
+    np.testing.assert_allclose(dh, 2 * router, rtol=1e-6)
+
+
 def test_a_norm_may_have_no_weight():
     x, weight, router = arrays(jnp.bfloat16, jnp.float32)
     norm = Norm(kind="rms", eps=1e-6)

@@ -290,6 +290,11 @@ def test_bad_input_is_named(options, message):
         coat.generate(model(), **arguments)
 
 
+def test_what_is_no_llama_is_named():
+    with pytest.raises(TypeError, match="model must be a Llama, got State"):
+        coat.generate(nnx.state(model()), PROMPTS, max_new_tokens=1)
+
+
 @pytest.mark.parametrize("kind", [list, np.array, jnp.array])
 @pytest.mark.parametrize("prompt", [[[1, 128]], [[-100, 5]]])
 def test_prompts_outside_the_vocabulary_are_refused_in_any_array(kind, prompt):

@@ -112,7 +112,7 @@ def test_context_parallel_divides_activations_and_parameters():
     # angles of their own.
     head = 2 * V * H
     half = (alone.saved_bytes - head) / 2
-    assert two.saved_bytes - head == pytest.approx(half, rel=1e-3)
+    assert two.saved_bytes - head == pytest.approx(half, rel=1e-2)
     with pytest.raises(ValueError, match=r"sequence must be a multiple of 3, .* got"):
         estimate(batch=2, sequence=S, mesh=mesh(context=3))
 

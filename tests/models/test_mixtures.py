@@ -134,3 +134,30 @@ def test_the_estimate_knows_experts_of_a_mesh_axis():
 def test_experts_need_a_recipe_that_has_them():
     with pytest.raises(ValueError, match="experts need a recipe among"):
         dataclasses.replace(CONFIG, recipe="coat_block")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "te", "coat", "coat_max"])
+def test_no_rank_is_promoted(recipe):
+    experts = dataclasses.replace(
+        EXPERTS, num_shared=1, scores="sigmoid", selection_bias=True
+    )
+    kind = {"window": 4, "local_layers": (True, False)}
+    config = dataclasses.replace(CONFIG, recipe=recipe, experts=experts, **kind)
+    model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+
+    def grads(params, others):
+        def loss(params):
+            model = nnx.merge(graph, params, others)
+            return llama.training_loss(model, TOKENS, TOKENS)[0]
+
+        return jax.grad(loss)(params)
+
+    def tokens(params, others):
+        model, key = nnx.merge(graph, params, others), jax.random.key(0)
+        options = {"temperature": 1.0, "top_k": 3, "top_p": 0.9, "key": key}
+        return coat.generate(model, TOKENS, max_new_tokens=2, **options)
+
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(grads, params, others)
+        jax.eval_shape(tokens, params, others)

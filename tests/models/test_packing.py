@@ -133,6 +133,26 @@ def test_no_weight_is_no_loss():
     assert not any(np.any(g) for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.parametrize("target", [-100, 128])
+def test_targets_outside_the_vocabulary_need_the_weight_zero(target):
+    _, params = split("bf16")
+    targets = tokens(1)
+    targets[0, 3] = target
+    weights = np.ones((1, _LENGTH), np.float32)
+    assert np.isnan(packed_loss_and_gradients()(params, tokens(), targets, weights)[0])
+    weights[0, 3] = 0
+    actual = packed_loss_and_gradients()(params, tokens(), targets, weights)
+    expected = packed_loss_and_gradients()(params, tokens(), tokens(1), weights)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 1, 4), (0, 4), (1, 0)])
+def test_tokens_that_are_no_sequences_are_named(shape):
+    model, zeros = nnx.merge(*split("bf16")), jnp.zeros(shape, jnp.int32)
+    with pytest.raises(ValueError, match=r"tokens must have the shape \[b, s\]"):
+        llama.cross_entropy(model, zeros, zeros)
+
+
 @pytest.mark.parametrize("name", ["weights", "segment_ids"])
 def test_shapes_that_do_not_fit_are_named(name):
     model = nnx.merge(*split("bf16"))

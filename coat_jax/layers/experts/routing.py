@@ -5,7 +5,6 @@ Logits, scores, weights and losses are float32.
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -157,7 +156,7 @@ def router_logits(
     error is 2e-5, 2.5 times the error of a float32 matmul, which takes twice the time.
     """
     h, router = (x.astype(jnp.float32) for x in (h, router))
-    return jnp.tensordot(h, router, axes=(-1, -1), precision=_PRECISION)
+    return _product(h, router, (-1, -1))
 
 
 def normed_logits(
@@ -207,9 +206,8 @@ def logits_gradient(
       router, in the router's dtype.
     """
     if norm.kind != "rms" or x.dtype != jnp.bfloat16:
-        multiply = partial(jnp.tensordot, precision=_PRECISION)
-        dh = multiply(dlogits, router.astype(jnp.float32), axes=1)
-        d_router = multiply(dlogits, norm.values(x, weight), axes=(0, 0))
+        dh = _product(dlogits, router.astype(jnp.float32), (-1, 0))
+        d_router = _product(dlogits, norm.values(x, weight), (0, 0))
         return dh.astype(x.dtype), d_router.astype(router.dtype)
     twice = jnp.concatenate([router, router]).astype(x.dtype)
     dh = jnp.matmul(_halves(dlogits, axis=1), twice, preferred_element_type=x.dtype)
@@ -217,6 +215,19 @@ def logits_gradient(
     sums = jnp.tensordot(halves, x, axes=(0, 0), preferred_element_type=jnp.float32)
     high, low = jnp.split(sums, 2)
     return dh, _weighted(high + low, weight).astype(router.dtype)
+
+
+def _product(
+    a: Float[Array, "_ _"], b: Float[Array, "_ _"], axes: tuple[int, int]
+) -> Float[Array, "_ _"]:
+    """Contracts an axis of `a` with one of `b`, nearly with the precision of float32.
+
+    For one token and one expert XLA computes no matmul but a sum or a product, which
+    CPUs have in float32 alone.
+    """
+    is_matmul = max(len(a), len(b)) > 1
+    precision = _PRECISION if is_matmul else lax.Precision.HIGHEST
+    return jnp.tensordot(a, b, axes=axes, precision=precision)
 
 
 def _halves(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
@@ -233,7 +244,7 @@ def _weighted(
 ) -> Float[Array, "experts h"]:
     """Multiplies the columns of a router by a norm's weight, in float32."""
     router = router.astype(jnp.float32)
-    return router if weight is None else router * weight.astype(jnp.float32)
+    return router if weight is None else router * weight.astype(jnp.float32)[None]
 
 
 def chosen_experts(
@@ -247,7 +258,7 @@ def chosen_experts(
     """
     scores = _scores(lax.stop_gradient(logits), experts)
     if bias is not None:
-        scores = scores + bias.astype(jnp.float32)
+        scores = scores + bias.astype(jnp.float32)[None]
     ids = _largest(scores, experts.top_k)
     shared = jnp.arange(experts.num_experts, experts.num_groups, dtype=ids.dtype)
     shared = jnp.broadcast_to(shared, (len(ids), len(shared)))
@@ -289,7 +300,7 @@ def group_sizes(ids: Int[Array, "*any"], groups: int) -> Int[Array, " groups"]:
 
     XLA fuses the comparison and the sum into one pass.
     """
-    is_of = ids.reshape(-1, 1) == jnp.arange(groups, dtype=ids.dtype)
+    is_of = ids.reshape(-1, 1) == jnp.arange(groups, dtype=ids.dtype)[None]
     return jnp.sum(is_of, axis=0, dtype=jnp.int32)
 
 
@@ -331,7 +342,7 @@ def _largest(
     at, ids = jnp.arange(scores.shape[1], dtype=jnp.int32), []
     for _ in range(count):
         ids.append(jnp.argmax(order, axis=1).astype(jnp.int32))
-        order = jnp.where(at == ids[-1][:, None], least, order)
+        order = jnp.where(at[None] == ids[-1][:, None], least, order)
     return jnp.stack(ids, axis=1)
 
 

@@ -84,7 +84,7 @@ def loss(
     hidden = recipe.norm(_NORM)(params["norm"], x)
     if forward.head == "fp8":
         return _fp8_loss(hidden, params["embedding"], targets)
-    shares = token_shares(targets, None)
+    shares = token_shares(targets, None, VOCAB_SIZE)
     return weighted_loss(hidden, params["embedding"].T, targets, shares, None)
 
 

@@ -72,7 +72,7 @@ def _schedule(
     """
     steps = jnp.maximum(-(-group_sizes // walk.tile_k), 1)
     entries = walk.entries(blocks) - walk.tuning.stages - 1
-    index = jnp.arange(blocks)[:, None] + jnp.arange(entries) * blocks
+    index = jnp.arange(blocks)[:, None] + jnp.arange(entries)[None] * blocks
     group = jnp.minimum(index // walk.of_group, len(group_sizes) - 1)
     steps = jnp.where(index < walk.total, steps[group], 0)
     # After a thread block's last tile stands the sum of all its steps.

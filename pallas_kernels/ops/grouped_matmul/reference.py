@@ -36,7 +36,7 @@ def grouped_in_jnp(
         def of_tile(x: Array) -> Array:
             return lax.dynamic_slice_in_dim(x, row, height)
 
-        value = _product(of_tile(a), b[group]) * b_scale[group]
+        value = _product(of_tile(a), b[group]) * b_scale[group][None]
         value = (value * of_tile(a_scale)[:, None]).astype(out_dtype)
         at = row + jnp.arange(height)
         is_of_group = (at >= tiles.first[index]) & (at < tiles.end[index])

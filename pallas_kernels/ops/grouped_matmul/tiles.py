@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from pallas_kernels.numerics import on_last_axes
+
 ROWS = 8  # Rows that the copy engine swizzles together.
 _LANES = 128  # Tiles that a thread block of the kernel lists.
 BLOCK = 128  # Padded groups begin at multiples of this many rows.
@@ -74,16 +76,18 @@ def tiles_in_jnp(
     after = _sums(counts)
     index = jnp.arange(listed_tiles(rows, len(group_sizes), height, align))
     index = index.astype(jnp.int32)[:, None]
-    is_of = (index < after) & (index >= after - counts)
-    row = bases + (index - (after - counts)) * height
+    begin = (after - counts)[None]
+    is_of = (index < after[None]) & (index >= begin)
+    row = bases[None] + (index - begin) * height
 
     def of_tile(x: Any) -> Array:
+        x = on_last_axes(x, is_of.ndim)
         return jnp.sum(jnp.where(is_of, x, 0), axis=1, dtype=jnp.int32)
 
     return GroupTiles(
         group=of_tile(jnp.arange(len(group_sizes), dtype=jnp.int32)),
         row=of_tile(jnp.clip(row, 0, rows - height)),
-        first=of_tile(jnp.maximum(starts, row)),
+        first=of_tile(jnp.maximum(starts[None], row)),
         end=of_tile(ends),
         totals=jnp.stack([after[-1], ends[-1]]),
         height=height,
@@ -93,7 +97,8 @@ def tiles_in_jnp(
 def _sums(x: Int[Array, " n"]) -> Int[Array, " n"]:
     """Returns the cumulative sum of a short array, as a reduction that XLA fuses."""
     index = jnp.arange(len(x))
-    return jnp.sum(jnp.where(index <= index[:, None], x, 0), axis=1, dtype=jnp.int32)
+    comes_first = index[None] <= index[:, None]
+    return jnp.sum(jnp.where(comes_first, x[None], 0), axis=1, dtype=jnp.int32)
 
 
 def padded_rows(rows: int, groups: int) -> int:

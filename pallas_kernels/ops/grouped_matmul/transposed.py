@@ -189,7 +189,7 @@ def _sources(
     group_sizes = jnp.asarray(group_sizes)
     starts, ends = padded_starts(group_sizes), jnp.cumsum(group_sizes)
     # Groups begin in order, so a row is of the last group that has begun.
-    group = jnp.sum(padded[:, None] >= starts[1:], axis=1)
+    group = jnp.sum(padded[:, None] >= starts[None, 1:], axis=1)
     within = padded - starts[group]
     size = group_sizes[group]
     count = jnp.clip(size - within, 0, BLOCK)

@@ -25,7 +25,7 @@ from pallas_kernels.mosaic.codec import LANES, decode, strip_layout
 from pallas_kernels.mosaic.elementwise import outputs, scratch_of, strips_of, tile_of
 from pallas_kernels.mosaic.sink import Encoded, Sink
 from pallas_kernels.mosaic.strips import Encoding, Walk
-from pallas_kernels.numerics import GROUP, Codes, encode, normal
+from pallas_kernels.numerics import GROUP, Codes, encode, normal, on_last_axes
 from pallas_kernels.ops.quantize.tensor import maxima_in_jnp, transpose_in_jnp
 
 _LARGEST_HEAD = 128
@@ -166,8 +166,10 @@ def angles_of(
     frequency: Float[Array, " half"], length: int, start: Int[Array, "*b"] | int = 0
 ) -> tuple[Float[Array, "*b seq half"], Float[Array, "*b seq half"]]:
     """Returns cosines and sines of `length` positions' angles, from `start` on."""
-    positions = jnp.asarray(start)[..., None] + jnp.arange(length)
-    angle = positions.astype(jnp.float32)[..., None] * frequency
+    start = jnp.asarray(start)[..., None]
+    positions = start + on_last_axes(jnp.arange(length), start.ndim)
+    positions = positions.astype(jnp.float32)[..., None]
+    angle = positions * on_last_axes(frequency, positions.ndim)
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -198,7 +200,7 @@ def turned(
     The halves [x, y] of a head become [x cos - y sin, y cos + x sin].
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    c, n = cos[..., None, :], sin[..., None, :]
+    c, n = (on_last_axes(of[..., None, :], x.ndim) for of in (cos, sin))
     return jnp.concatenate([first * c - second * n, second * c + first * n], -1)
 
 
