@@ -96,11 +96,10 @@ def _case_of(row: dict[str, Any]) -> tuple[str, int, int]:
 def foreign() -> str:
     """Returns the section on layers that are written in plain Flax."""
     newest = load("bench_foreign")
-    shape = newest["rows"][0]
     text = (
         "**Layers of plain Flax** (`bench_foreign`): milliseconds of forward and "
-        f"backward in BF16 (hidden {shape['hidden']:,}, batch {shape['batch']}, "
-        f"sequence {shape['seq']:,}), times `bf16`, and what is saved. `both` is "
+        f"backward in BF16 ({_size_of(newest)}), times `bf16`, and what is saved. "
+        "`both` is "
         "`coat.fp8_remat` around a layer whose `dot_general` is "
         "`coat.fp8_dot_general`, `attention again` has `rerun_attention=True`, and "
         "`fp8` is the layer converted by `coat.fp8`. `own layer` is this library's "
@@ -108,7 +107,22 @@ def foreign() -> str:
     )
     oldest = load("bench_foreign", f"bench_foreign_jax_{_VERSIONS[0]}")
     h200 = load("bench_foreign", "bench_foreign_h200")
-    return section(text, *_foreign(h200), *_foreign(oldest), *_foreign(newest))
+    vit = load("bench_foreign", "bench_foreign_vit")
+    odd = (
+        f"A vision transformer's layer of an odd length ({_size_of(vit)}) that writes "
+        "its attention out in plain matmuls and a softmax (`bench_foreign_vit`), which "
+        "cuDNN's flash attention replaces in all cases but `bf16`:"
+    )
+    tables = (*_foreign(h200), *_foreign(oldest), *_foreign(newest))
+    return section(text, *tables, odd, *_foreign(vit))
+
+
+def _size_of(results: dict[str, Any]) -> str:
+    """Returns a phrase with the shape of the layers of a results file."""
+    shape = results["rows"][0]
+    return (
+        f"hidden {shape['hidden']:,}, batch {shape['batch']}, sequence {shape['seq']:,}"
+    )
 
 
 def _foreign(results: dict[str, Any]) -> tuple[str, str]:
