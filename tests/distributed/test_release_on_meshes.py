@@ -104,6 +104,54 @@ def test_steps_within_shard_map(make):
     np.testing.assert_allclose(actual[0], alone[0], rtol=1e-3)
 
 
+@pytest.mark.parametrize("skip", [False, slow(True)])
+def test_norms_are_of_all_parts_of_a_parameter_within_shard_map(skip):
+    """Devices hold parts of a stack and of a matrix, and gather them for matmuls."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "layers": {
+            "w": jax.random.normal(keys[0], (3, 64, 128)) / 8,
+            "norm": jnp.ones((3, 64)),
+        },
+        "head": jax.random.normal(keys[1], (64, 64)) / 8,
+    }
+    specs = {"layers": {"w": P(None, "data"), "norm": P()}, "head": P("data")}
+    x = jax.random.normal(keys[2], (16, 64))
+
+    def loss_with(whole, mean):
+        def layer(p, x):
+            w = whole(p["w"])
+            return x + jnp.tanh(x * p["norm"] @ w) @ w.T
+
+        def loss(params, x):
+            y = coat.scan_layers(layer, x, params["layers"]) @ whole(params["head"])
+            return mean(jnp.mean((y - 1) ** 2))
+
+        return coat.value_and_update(
+            loss, SGD, max_norm=0.1, return_norms=True, skip_not_finite=skip
+        )
+
+    step = loss_with(
+        lambda w: jax.lax.all_gather(w, "data", tiled=True),
+        lambda x: jax.lax.pmean(x, "data"),
+    )
+    across = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(specs, P(), P("data")),
+        out_specs=(P(), specs, P(), P()),
+    )
+    state = SGD.init(params)
+    actual = jax.jit(across)(params, state, x)
+    expected = jax.jit(loss_with(lambda w: w, lambda x: x))(params, state, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        actual,
+        expected,
+    )
+
+
 def test_replicas_stay_equal_or_the_step_is_refused():
     mesh, tx = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), SGD
     params, batch = parameters(stacked=True), jnp.tile(tokens(), (2, 1))
