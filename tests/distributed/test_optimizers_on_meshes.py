@@ -124,6 +124,16 @@ def test_cut_groups_are_announced_and_cost_no_more_than_time(
     assert_same_bits(jax.device_get(after), jax.device_get(alone))
 
 
+@pytest.mark.filterwarnings("ignore:a parameter of shape")
+def test_any_optimizer_steps_where_explicit_axes_cut_groups():
+    layout = {"w": ((64, 512), P(None, ("data", "model")))}
+    tx = coat.with_quantized_state(optax.lion(1e-2))
+    grads, state, params = placed(tx, mesh_of(2, 4, EXPLICIT), layout)
+    after = jax.jit(tx.update)(grads, state, params)
+    alone = jax.jit(tx.update)(*jax.device_get((grads, state, params)))
+    assert_same_bits(jax.device_get(after), jax.device_get(alone))
+
+
 @pytest.mark.usefixtures("either")
 def test_parameters_on_every_device_with_sharded_moments():
     """The step runs on the shards of the moments, as in ZeRO's first stage."""
