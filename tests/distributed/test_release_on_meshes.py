@@ -152,6 +152,23 @@ def test_norms_are_of_all_parts_of_a_parameter_within_shard_map(skip):
     )
 
 
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_loss_of_one_device_that_is_not_finite_skips_the_step_of_all(is_finite):
+    """Devices that decide by themselves would wait for each other without end."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = {"w": jnp.ones((64, 64)) / 64}
+    x = jnp.ones((8, 64)).at[3, 0].set(1.0 if is_finite else jnp.nan)
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"] - 2) ** 2)
+
+    step = coat.value_and_update(loss, SGD, skip_not_finite=True)
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+    across = jax.shard_map(lambda *args: step(*args)[1], mesh=mesh, **specs)
+    after = jax.jit(across)(params, SGD.init(params), x)
+    assert np.array_equal(after["w"], params["w"]) is not is_finite
+
+
 def test_replicas_stay_equal_or_the_step_is_refused():
     mesh, tx = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), SGD
     params, batch = parameters(stacked=True), jnp.tile(tokens(), (2, 1))
