@@ -23,7 +23,7 @@ from coat_jax.optimizers.places import field_of, fields_of
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import QuantizedArray, quantize_moment
 from coat_jax.quantization.granularity import PerGroup
-from pallas_kernels.dispatch.array_types import axis_names, parts_of
+from pallas_kernels.dispatch.array_types import axis_names, parts_of, varying_alike
 
 
 def opt_state_sharding(
@@ -110,22 +110,39 @@ def zeros_like(
 ) -> Any:
     """Returns a moment of zeros for a parameter, on the parameter's devices.
 
-    If `moment` is None, the result is an array of `dtype` that is not quantized.
+    Within `shard_map` it varies over the same mesh axes as the parameter. If `moment`
+    is None, the result is an array of `dtype` that is not quantized.
     """
     if moment is None:
         return jnp.zeros_like(param, dtype)
 
     zero = _zero(moment, granularity)
     like = _of_shape(zero, jnp.shape(param))
-    sharding = getattr(param, "sharding", None)
-    if not isinstance(getattr(sharding, "mesh", None), jax.sharding.Mesh):
-        return jax.tree.map(lambda z, t: jnp.full(t.shape, z, t.dtype), zero, like)
-    return jax.tree.map(
-        lambda z, t, s: jnp.full(t.shape, z, t.dtype, device=s),
-        zero,
-        like,
-        moment_sharding(like, sharding),
-    )
+    sharding = _sharding_of(param)
+    if sharding is None:
+        zeros = jax.tree.map(lambda z, t: jnp.full(t.shape, z, t.dtype), zero, like)
+    else:
+        zeros = jax.tree.map(
+            lambda z, t, s: jnp.full(t.shape, z, t.dtype, device=s),
+            zero,
+            like,
+            moment_sharding(like, sharding),
+        )
+    return varying_alike(zeros, param)
+
+
+def _sharding_of(param: Any) -> NamedSharding | None:
+    """Returns a parameter's sharding on a mesh, or None if it is unknown.
+
+    Under jit it is known on explicit mesh axes alone, because types contain it there.
+    """
+    if isinstance(param, jax.core.Tracer):
+        sharding = jax.typeof(param).sharding
+    else:
+        sharding = getattr(param, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    is_known = isinstance(mesh, jax.sharding.Mesh) or getattr(mesh, "explicit_axes", ())
+    return sharding if is_known else None
 
 
 def nbytes(moment: Moment, granularity: PerGroup, shape: tuple[int, ...]) -> int:

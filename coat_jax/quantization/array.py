@@ -29,6 +29,7 @@ from coat_jax.meshes import sharded_like
 from coat_jax.quantization import expansion
 from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.quantization.granularity import Granularity, PerGroup, PerTensor
+from coat_jax.quantization.groups import broadcastable, merge, split
 from pallas_kernels.checks import is_positive_number
 from pallas_kernels.numerics import (
     TINY,
@@ -249,9 +250,9 @@ def quantize_moment(
 
 
 def _largest(x: Array, granularity: Granularity) -> tuple[Array, Array]:
-    """Returns the amax of each group, and the array as `_split` reshapes it."""
+    """Returns the amax of each group, and the array as `split` reshapes it."""
     block = granularity.block(x.shape)
-    groups = normal(_split(jnp.asarray(x, jnp.float32), block))
+    groups = normal(split(jnp.asarray(x, jnp.float32), block))
     within = tuple(range(1, groups.ndim, 2))
     return jnp.expand_dims(magnitude(groups, within), within), groups
 
@@ -263,7 +264,7 @@ def _encoded(
 
     Args:
       x: The array.
-      groups: The array in float32, as `_split` reshapes it.
+      groups: The array in float32, as `split` reshapes it.
       scale: The scale of each group, with axes of length 1 within groups.
       format: The format of the codes.
       granularity: The elements that share a scale.
@@ -274,7 +275,7 @@ def _encoded(
     """
     within = tuple(range(1, groups.ndim, 2))
     if noise is not None:
-        noise = _split(noise, granularity.block(x.shape))
+        noise = split(noise, granularity.block(x.shape))
     exponent, k = None, power
     if own_power or power != 1.0:
         top = scale.astype(jnp.float32) * format.max
@@ -301,7 +302,7 @@ def _encoded(
     codes = format.encode(scaled, noise, k)
     return QuantizedArray(
         # Without the barrier XLA may cancel a conversion to 8 bits and back.
-        codes=lax.optimization_barrier(sharded_like(x, _merge(codes, x.shape))),
+        codes=lax.optimization_barrier(sharded_like(x, merge(codes, x.shape))),
         scale=scale.squeeze(within),
         exponent=exponent,
         format=format,
@@ -365,8 +366,8 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"dequantize takes a coat.QuantizedArray, got {q!r}")
-    values = _split(q.format.decode(q.codes), _block(q))
-    scale = _broadcastable(q.scale).astype(jnp.float32)
+    values = split(q.format.decode(q.codes), _block(q))
+    scale = broadcastable(q.scale).astype(jnp.float32)
     if q.exponent is None and q.power == 1.0:
         values = values * scale
     else:
@@ -374,9 +375,9 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
         top = scale * q.format.max
         k = q.power
         if q.exponent is not None:
-            k = expansion.power(_broadcastable(q.exponent))
+            k = expansion.power(broadcastable(q.exponent))
         values = jnp.copysign(expansion.contract(t, top, k), values)
-    return sharded_like(q.codes, _merge(values, q.shape)).astype(q.dtype)
+    return sharded_like(q.codes, merge(values, q.shape)).astype(q.dtype)
 
 
 def tensor_scale(largest: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
@@ -407,31 +408,6 @@ def _block(q: QuantizedArray) -> tuple[int, ...]:
     block = q.granularity.block(q.shape)
     axes = zip(q.shape, q.scale.shape, block, strict=True)
     return tuple(1 if n == groups else size for n, groups, size in axes)
-
-
-def _split(x: Array, block: tuple[int, ...]) -> Array:
-    """Reshapes [n0, n1, ...] to [n0 / b0, b0, n1 / b1, b1, ...], padded with zeros."""
-    # The minimum of a symbolic length, as in `jax.export`, cannot be computed.
-    sizes = zip(x.shape, block, strict=True)
-    block = tuple(1 if b == 1 else max(min(n, b), 1) for n, b in sizes)
-    padding = [(0, -n % b) for n, b in zip(x.shape, block, strict=True)]
-    if any(after for _, after in padding):
-        x = jnp.pad(x, padding)
-    axes = [(n // b, b) for n, b in zip(x.shape, block, strict=True)]
-    return x.reshape([d for axis in axes for d in axis])
-
-
-def _merge(groups: Array, shape: tuple[int, ...]) -> Array:
-    """Returns the array of `shape` that `_split` has reshaped to `groups`."""
-    x = groups.reshape(
-        [math.prod(groups.shape[i : i + 2]) for i in range(0, groups.ndim, 2)]
-    )
-    return x[tuple(slice(n) for n in shape)] if x.shape != shape else x
-
-
-def _broadcastable(scale: Array) -> Array:
-    """Reshapes [g0, g1, ...] to [g0, 1, g1, 1, ...], to broadcast against `_split`."""
-    return scale.reshape([d for n in scale.shape for d in (n, 1)])
 
 
 _FLOATS = {"bfloat16": "uint16", "float32": "uint32"}

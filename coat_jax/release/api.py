@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from coat_jax.release import taps
 from coat_jax.release.checks import check_axes, check_layers, is_fused, warn_of_scans
 from coat_jax.release.parts import Clip, Optimizer, Parameters, as_floats
 from coat_jax.release.taps import Release
+from pallas_kernels import versions
 from pallas_kernels.checks import is_positive_number
 
 
@@ -68,7 +69,8 @@ def value_and_update(
       skip_not_finite: Whether a step leaves parameters and state as they are if the
         loss is not finite, or with `max_norm`, if the norm of the gradients is not.
         Without `max_norm`, a gradient that is not finite although the loss is finite
-        does not skip the step, because other layers have been stepped by then.
+        does not skip the step, because other layers have been stepped by then. Within
+        `shard_map` the loss of one device skips the step of all.
       return_norms: Whether to also return each gradient's norm before clipping. It
         needs `max_norm`.
 
@@ -183,7 +185,7 @@ def value_and_update(
 
         if skip_not_finite:
             same = whole.leaves, states, whole.shared()
-            leaves, states, shared = lax.cond(ok, stepped, lambda: same)
+            leaves, states, shared = lax.cond(_on_all(ok), stepped, lambda: same)
         else:
             leaves, states, shared = stepped()
         results = (
@@ -228,6 +230,15 @@ def _stepped(release: Release, vjp: Callable, value: Array, states: list) -> tup
     leaves = [new.get(j, leaf) for j, leaf in enumerate(leaves)]
     # Counts do not depend on gradients, and are advanced once.
     return leaves, stored, params.shared_after(state)
+
+
+def _on_all(ok: Bool[Array, ""]) -> Bool[Array, ""]:
+    """Returns whether `ok` is true on all devices, within `shard_map`.
+
+    Gradients are summed over the devices, so all of them step or none does.
+    """
+    axes = tuple(versions.varying_axes(ok))
+    return lax.pmin(ok.astype(jnp.int32), axes) > 0 if axes else ok
 
 
 def _check_loss(value: Any) -> None:

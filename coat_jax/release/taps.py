@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from coat_jax.release.parts import Nodes, Optimizer, Parameters, as_floats
@@ -140,8 +141,15 @@ class Release:
     def squares(
         self, indices: Sequence[int], grads: Sequence[Array]
     ) -> Float[Array, " parameters"]:
-        """Returns the sums of squares of some gradients, and 0 for other parameters."""
-        sums = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads]
+        """Returns the sums of squares of some gradients, and 0 for other parameters.
+
+        Within `shard_map` the parts of a gradient that devices have are summed, too.
+        """
+        sums = []
+        for grad in grads:
+            squares = jnp.sum(jnp.square(grad.astype(jnp.float32)))
+            axes = tuple(versions.varying_axes(grad))
+            sums.append(lax.psum(squares, axes) if axes else squares)
         return jnp.zeros(len(self.leaves)).at[jnp.array(indices)].set(jnp.stack(sums))
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.optimizers import assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -185,3 +186,26 @@ def test_matmuls_that_leave_sums_to_others_stay():
         w, x = on(mesh, arrays["w"], P("y", None)), on(mesh, arrays["x"], P(None, "y"))
         with pytest.raises(ValueError, match="devices' parts are added up later"):
             coat.fp8(fn)({"w": w}, x)
+
+
+@pytest.mark.parametrize(
+    "granularity",
+    [coat.PerGroup(16), coat.PerGroup(128), coat.PerBlock(32, 32), coat.PerTensor()],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(64, 192), (64, 1024)])
+def test_groups_that_a_mesh_cuts_are_quantized_as_on_one_device(granularity, shape):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.random.normal(jax.random.key(0), shape)
+
+    @jax.jit
+    def stored(x):
+        q = coat.quantize(x, granularity=granularity, expand=True)
+        return q, coat.dequantize(q)
+
+    expected = stored(x)
+    with jax.set_mesh(mesh):
+        for spec in (P(None, ("b", "a")), P("a", "b"), P(("a", "b"), None)):
+            q, values = stored(jax.device_put(x, spec))
+            assert q.codes.sharding.spec == values.sharding.spec == spec
+            assert_same_bits(jax.device_get((q, values)), jax.device_get(expected))

@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -123,6 +124,16 @@ def test_cut_groups_are_announced_and_cost_no_more_than_time(
     assert_same_bits(jax.device_get(after), jax.device_get(alone))
 
 
+@pytest.mark.filterwarnings("ignore:a parameter of shape")
+def test_any_optimizer_steps_where_explicit_axes_cut_groups():
+    layout = {"w": ((64, 512), P(None, ("data", "model")))}
+    tx = coat.with_quantized_state(optax.lion(1e-2))
+    grads, state, params = placed(tx, mesh_of(2, 4, EXPLICIT), layout)
+    after = jax.jit(tx.update)(grads, state, params)
+    alone = jax.jit(tx.update)(*jax.device_get((grads, state, params)))
+    assert_same_bits(jax.device_get(after), jax.device_get(alone))
+
+
 @pytest.mark.usefixtures("either")
 def test_parameters_on_every_device_with_sharded_moments():
     """The step runs on the shards of the moments, as in ZeRO's first stage."""
@@ -207,6 +218,45 @@ def test_moments_made_outside_of_jit_lie_with_their_parameters(axis_type):
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
     )
     assert tx.init(abstract)[0].nu["both"].scale.sharding.spec == P("data", "model")
+
+
+@pytest.mark.parametrize("init", [jax.jit, lambda fn: lambda x: jax.eval_shape(fn, x)])
+def test_types_with_explicit_axes_say_where_moments_lie(init):
+    layout = only("both", "vector", "stacked", "small")
+    tx, mesh = coat.fp8_adamw(1e-3), mesh_of(4, 2, EXPLICIT)
+    params = jax.device_put(random_tree(0, layout), shardings(mesh, layout))
+    with jax.set_mesh(mesh):
+        state = init(tx.init)(params)
+    for field in ("mu", "nu"):
+        for name, (_, spec) in layout.items():
+            for x in jax.tree.leaves(getattr(state[0], field)[name]):
+                assert P(*spec, *[None] * (x.ndim - len(spec))) == x.sharding.spec
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: tx, lambda tx: optax.MultiSteps(tx, 2)], ids=["plain", "multi"]
+)
+def test_a_loop_of_steps_within_shard_map_makes_its_state(wrap):
+    """Moments that each device has made vary over devices, like its parameters."""
+    tx, mesh, layout = wrap(coat.fp8_adamw(1e-2)), mesh_of(4, 2), only("both")
+    grads, _, params = placed(coat.fp8_adamw(1e-2), mesh, layout)
+    specs = {name: spec for name, (_, spec) in layout.items()}
+
+    def trained(params, grads):
+        def step(carry, _):
+            params, state = carry
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        carry = params, tx.init(params)
+        return jax.lax.scan(step, carry, length=4)[0][0]
+
+    across = jax.shard_map(trained, mesh=mesh, in_specs=(specs, specs), out_specs=specs)
+    actual = jax.jit(across)(params, grads)
+    expected = jax.jit(trained)(*jax.device_get((params, grads)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=4e-3), actual, expected
+    )
 
 
 WRAPPED = {

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers.marks import slow
-from helpers.optimizers import assert_same_bits
+from helpers.optimizers import assert_same_bits, is_quantized
 from helpers.released import SGD, loss_of, ordinary, parameters, tokens
 from helpers.sharded import as_kernels
 from jax.sharding import AxisType, NamedSharding
@@ -104,6 +104,71 @@ def test_steps_within_shard_map(make):
     np.testing.assert_allclose(actual[0], alone[0], rtol=1e-3)
 
 
+@pytest.mark.parametrize("skip", [False, slow(True)])
+def test_norms_are_of_all_parts_of_a_parameter_within_shard_map(skip):
+    """Devices hold parts of a stack and of a matrix, and gather them for matmuls."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "layers": {
+            "w": jax.random.normal(keys[0], (3, 64, 128)) / 8,
+            "norm": jnp.ones((3, 64)),
+        },
+        "head": jax.random.normal(keys[1], (64, 64)) / 8,
+    }
+    specs = {"layers": {"w": P(None, "data"), "norm": P()}, "head": P("data")}
+    x = jax.random.normal(keys[2], (16, 64))
+
+    def loss_with(whole, mean):
+        def layer(p, x):
+            w = whole(p["w"])
+            return x + jnp.tanh(x * p["norm"] @ w) @ w.T
+
+        def loss(params, x):
+            y = coat.scan_layers(layer, x, params["layers"]) @ whole(params["head"])
+            return mean(jnp.mean((y - 1) ** 2))
+
+        return coat.value_and_update(
+            loss, SGD, max_norm=0.1, return_norms=True, skip_not_finite=skip
+        )
+
+    step = loss_with(
+        lambda w: jax.lax.all_gather(w, "data", tiled=True),
+        lambda x: jax.lax.pmean(x, "data"),
+    )
+    across = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(specs, P(), P("data")),
+        out_specs=(P(), specs, P(), P()),
+    )
+    state = SGD.init(params)
+    actual = jax.jit(across)(params, state, x)
+    expected = jax.jit(loss_with(lambda w: w, lambda x: x))(params, state, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        actual,
+        expected,
+    )
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_loss_of_one_device_that_is_not_finite_skips_the_step_of_all(is_finite):
+    """Devices that decide by themselves would wait for each other without end."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = {"w": jnp.ones((64, 64)) / 64}
+    x = jnp.ones((8, 64)).at[3, 0].set(1.0 if is_finite else jnp.nan)
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"] - 2) ** 2)
+
+    step = coat.value_and_update(loss, SGD, skip_not_finite=True)
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+    across = jax.shard_map(lambda *args: step(*args)[1], mesh=mesh, **specs)
+    after = jax.jit(across)(params, SGD.init(params), x)
+    assert np.array_equal(after["w"], params["w"]) is not is_finite
+
+
 def test_replicas_stay_equal_or_the_step_is_refused():
     mesh, tx = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), SGD
     params, batch = parameters(stacked=True), jnp.tile(tokens(), (2, 1))
@@ -152,6 +217,7 @@ def test_each_example_of_a_vmap_steps_its_own_copy(axis_name):
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore:a parameter of shape")
 @pytest.mark.parametrize("make", [optax.adam, coat.fp8_adamw])
 def test_layers_on_explicit_axes_keep_their_shardings(make):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -183,6 +249,6 @@ def test_layers_on_explicit_axes_keep_their_shardings(make):
     for name, p in actual.items():
         assert p.sharding.is_equivalent_to(where[name], p.ndim)
         mu = state[0].mu[name]
-        if make is optax.adam:  # Groups of FP8 moments are not cut.
-            assert mu.sharding.is_equivalent_to(where[name], p.ndim)
+        mu = mu.codes if is_quantized(mu) else mu
+        assert mu.sharding.is_equivalent_to(where[name], p.ndim)
         np.testing.assert_allclose(p, expected[name], atol=1e-4)
