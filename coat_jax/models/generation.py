@@ -83,7 +83,7 @@ def generate(
         `coat_jax.models.hf.token_bytes`. Bytes of tokens beyond the vocabulary are not
         read: some tokenizers have more tokens than the model.
       temperature: The number that divides logits, or one for each prompt; 0 always
-        takes the most likely token.
+        takes the most likely token, whatever `top_k` and `top_p` are.
       top_k: The number of the most likely tokens to choose from; None means all.
       top_p: The total probability that the tokens to choose from must reach. They are
         the fewest most likely tokens that reach it. None means all tokens.

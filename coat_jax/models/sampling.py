@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from pallas_kernels.checks import positive_int
+from pallas_kernels.checks import is_positive_number, positive_int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,9 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.top_k is not None:
             object.__setattr__(self, "top_k", positive_int("top_k", self.top_k))
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        top_p = self.top_p
+        if top_p is not None and not (is_positive_number(top_p) and top_p <= 1):
+            raise ValueError(f"top_p must be above 0 and at most 1, got {top_p!r}")
 
     def choose(
         self,

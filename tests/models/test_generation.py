@@ -271,6 +271,7 @@ def test_strings_are_found_wherever_tokens_begin_and_end(strings):
         ({"top_k": 1.5}, "top_k must be a positive int, got 1.5"),
         ({"top_k": True}, "top_k must be a positive int, got True"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"top_p": "a"}, "top_p must be above 0 and at most 1, got .a."),
         ({"prompt_length": 6}, "at most prompt_length=6 tokens, got 7"),
         ({"prompt_length": 7.5}, "prompt_length must be a positive int, got 7.5"),
         ({"stop_tokens": 3}, "stop_tokens must be a sequence of integers, .*: 3"),
