@@ -25,7 +25,7 @@ from jax.extend import core
 
 from coat_jax.fusion.algebra import before_casts
 from coat_jax.fusion.axes import MOVES, Axis, MismatchError, Sizes
-from coat_jax.fusion.digits import has_digits_of
+from coat_jax.fusion.digits import with_digits_of
 from coat_jax.fusion.flash import FEATURES, Attention
 from coat_jax.fusion.masks import Mask
 from coat_jax.fusion.softmax import Softmax
@@ -182,7 +182,7 @@ def _check(match: Attention, graph: Graph) -> None:
         if is_mixed or array_types.is_partial(sharding):
             raise MismatchError
     _check_split(match)
-    if not all(has_digits_of(v, match.dtype, graph) for v in match.operands):
+    if not with_digits_of(match.dtype, graph).issuperset(match.operands):
         raise MismatchError
     q, k, _ = (jax.ShapeDtypeStruct(shape, match.dtype) for shape in match.shapes)
     if not (has_flash_attention(q) and has_flash_attention(k)):

@@ -38,6 +38,7 @@ def has_flash_attention(q: Array) -> bool:
         and q.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
         and head_dim <= (256 if is_simulated or devices.has_hopper() else 128)
+        and isinstance(length, int)  # `jax.export` leaves lengths open.
         and length > 1
     )
 

@@ -190,7 +190,12 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
         fits = traced.has(var) and var not in statistics
         return fits and not why_not_fp8(var.aval)
 
-    extras = _derive(residuals, ways, derivation, options, traced.has, may_copy)
+    away = variables(residuals[i] for i in elsewhere)
+
+    def may_save(var):
+        return traced.has(var) and var not in away
+
+    extras = _derive(residuals, ways, derivation, options, may_save, may_copy)
     sources = {v: i for i, v in enumerate(residuals) if _is_source(ways[i])}
     sources |= {extra.var: len(ways) + i for i, extra in enumerate(extras)}
     recomputation, used = restricted(program, _recomputed(residuals, ways), sources)
@@ -246,10 +251,14 @@ def _derive(
     for i, view in wide.items():
         if residuals[i] in saved:
             continue
-        # Keys that several query heads share are saved once, and repeated again.
-        if view in saved and not _is_among(view, residuals):
-            extras.append(Extra(view, ways[i], i))
-            saved.discard(view)
+        if view in saved:
+            same = [j for j, v in enumerate(residuals) if v is view]
+            # Keys that several query heads share are saved once, and repeated again.
+            if not same:
+                extras.append(Extra(view, ways[i], i))
+                saved.discard(view)
+            elif _is_copy(ways[same[0]]):
+                ways[same[0]] = ways[i]
         ways[i] = "recompute"
     copies = {
         i: choice

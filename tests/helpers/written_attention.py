@@ -430,6 +430,16 @@ def rotated_wide(q, k, v, mask):
     return usual(rotated(q), rotated(k), v.astype(F32) + 1e-3, mask).astype(BF16)
 
 
+def queries_times_weight(q, k, v, mask):
+    q = jnp.exp(q.astype(F32)) * jnp.linspace(0.5, 1, D, dtype=BF16)
+    return usual(q, k, v, mask).astype(BF16)
+
+
+def keys_times_mask(q, k, v, mask):
+    shown = mask.any(-1)[..., None, None].astype(BF16)
+    return usual(q, jnp.sin(k.astype(F32)) * shown, v, mask).astype(BF16)
+
+
 def functions_of_queries(q, k, v, mask):
     return usual(jnp.exp(q.astype(F32)), k, v, mask).astype(BF16)
 
@@ -457,6 +467,7 @@ MISSES = [
     masked_probabilities, over_queries, over_heads, sum_of_columns, maximum_of_columns,
     constant_scores, rounded_scores, whole_scores, transposed_probabilities,
     other_heads, narrow_values, wide, wide_products, exact_queries, rotated_wide,
+    queries_times_weight, keys_times_mask,
     functions_of_queries, mask_as_large_as_scores,
     nothing_visible, named_probabilities,
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from helpers import flash
 
 import coat_jax as coat
 from coat_jax.layers import attention, flash_attention
+from pallas_kernels.dispatch import devices
 
 B, N, M, D = 2, 4, 2, 8
 
@@ -122,6 +123,15 @@ def test_layers_read_copies_in_the_backward_pass(window, lengths, monkeypatch):
     assert not any(x is y for x in saved for y in (q, k, v))
     assert all(any(x is copy for x in saved) for copy in copies)
     assert lengths
+
+
+def test_lengths_that_exports_leave_open_run_in_xla(lengths, monkeypatch):
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    (length,) = jax.export.symbolic_shape("s")
+    x = jax.ShapeDtypeStruct((1, length, N, D), jnp.bfloat16)
+    exported = jax.export.export(jax.jit(coat.attention), platforms=["cuda"])(x, x, x)
+    assert exported.out_avals[0].shape == x.shape
+    assert not lengths
 
 
 @pytest.mark.gpu

@@ -70,7 +70,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(rewriting, "_has_kernel", lambda: True)
     monkeypatch.setattr(flash, "flash_attention", flash_attention)
-    is_narrow = lambda q: q.dtype == BF16  # noqa: E731
+    is_narrow = lambda q: q.dtype in (BF16, jnp.float16)  # noqa: E731
     monkeypatch.setattr(rewriting, "has_flash_attention", is_narrow)
     return calls
 
@@ -126,6 +126,16 @@ def test_attention_that_is_found_is_computed(form, heads, calls):
 def test_what_is_not_attention_stays(function, calls):
     assert rewritten(function, arguments()) is None
     assert not calls
+
+
+def test_float32_numbers_may_be_too_large_for_float16(calls):
+    def function(q, k, v, mask):
+        return usual(q.astype(jnp.float32) * 1e5, k.astype(jnp.float32) / 1e5, v, mask)
+
+    *heads, mask = arguments()
+    heads = [x.astype(jnp.float16) for x in heads]
+    assert rewritten(function, (*heads, mask)) is None
+    assert rewritten(usual, (*heads, mask)) is not None
 
 
 def test_two_attentions_of_equal_scores_are_left_alone(calls):
