@@ -184,7 +184,7 @@ def in_place_of(
     operands: Sequence[Operand],
     results: Sequence[core.Var],
 ) -> list[core.JaxprEqn]:
-    """Returns operations that compute `fn`, with the source position of `eqn`.
+    """Returns operations that compute `fn`, with the context and the place of `eqn`.
 
     Args:
       eqn: The operation that they replace.
@@ -195,7 +195,8 @@ def in_place_of(
     Raises:
       ValueError: If `fn` closes over arrays.
     """
-    closed = jax.make_jaxpr(fn)(*(v.aval for v in operands))
+    with eqn.ctx.manager:
+        closed = jax.make_jaxpr(fn)(*(v.aval for v in operands))
     if closed.consts:
         shapes = [np.shape(x) for x in closed.consts]
         raise ValueError(f"a rewritten operation closes over arrays of shapes {shapes}")
