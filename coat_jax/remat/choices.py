@@ -7,13 +7,20 @@ such as `g * (abs(x) <= 1)`, and over the edges of a function such as `jnp.round
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from coat_jax.programs.graph import written_out
-from coat_jax.programs.primitives import bodies_of, number_of, variables
+from coat_jax.programs.primitives import (
+    Operand,
+    bodies_of,
+    is_layout,
+    number_of,
+    variables,
+)
 from coat_jax.remat.errors import is_cheap
 from coat_jax.remat.kernels import known_inside
 from coat_jax.remat.policies import CHECKPOINT
@@ -37,11 +44,14 @@ def choosing(traced: Linearized) -> set[int]:
     backward = written_out(traced.backward.jaxpr)
     residuals = backward.invars[: len(traced.residuals)]
     sources = {v: frozenset({i}) for i, v in enumerate(residuals)}
-    return {i for chosen in _choosing(backward, sources, False) for i in chosen}
+    return {i for chosen in _choosing(backward, sources, {}, False) for i in chosen}
 
 
 def _choosing(
-    program: core.Jaxpr, sources: dict[core.Var, frozenset[int]], is_again: bool
+    program: core.Jaxpr,
+    sources: dict[core.Var, frozenset[int]],
+    numbers: dict[core.Var, float],
+    is_again: bool,
 ) -> Iterator[frozenset[int]]:
     """Yields the residuals that each choice of a program depends on.
 
@@ -49,26 +59,33 @@ def _choosing(
       program: The program.
       sources: The residuals that each input of the program comes from. Inputs that
         depend on anything else are left out.
+      numbers: The number that all elements of an input equal, where it is known.
       is_again: Whether the program is within a `jax.checkpoint`.
     """
     sources |= dict.fromkeys(program.constvars, frozenset())
     for eqn in program.eqns:
         operands = variables(eqn.invars)
-        if eqn.primitive.name in _WINDOWS or (not is_again and _chooses(eqn)):
+        given = [_number(v, numbers) for v in eqn.invars]
+        if is_layout(eqn) and given[0] is not None:
+            numbers |= dict.fromkeys(eqn.outvars, given[0])
+        if eqn.primitive.name in _WINDOWS or (not is_again and _chooses(eqn, given)):
             yield frozenset().union(*(sources.get(v, ()) for v in operands))
         within = is_again or eqn.primitive.name == CHECKPOINT
         for body in bodies_of(eqn):
-            yield from _choosing(body, known_inside(eqn, body, sources), within)
+            inner = (known_inside(eqn, body, known) for known in (sources, numbers))
+            yield from _choosing(body, *inner, within)
         if is_cheap(eqn) and operands <= sources.keys():
             together = frozenset().union(*(sources[v] for v in operands))
             sources |= dict.fromkeys(eqn.outvars, together)
 
 
-def _chooses(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation compares numbers, or rounds them to integers."""
+def _chooses(eqn: core.JaxprEqn, numbers: Sequence[float | None]) -> bool:
+    """Returns whether an operation compares numbers, or rounds them to integers.
+
+    `numbers` has the number that all elements of each operand equal, or None.
+    """
     name = eqn.primitive.name
     if name in _COMPARISONS:
-        numbers = [number_of(v) for v in eqn.invars if isinstance(v, core.Literal)]
         is_nan_check = eqn.invars[0] is eqn.invars[-1]
         return not (is_nan_check or any(map(_copies_keep, numbers)))
     if name == "convert_element_type":
@@ -76,6 +93,19 @@ def _chooses(eqn: core.JaxprEqn) -> bool:
     return name in _CHOICES
 
 
-def _copies_keep(number: float) -> bool:
+def _number(operand: Operand, numbers: Mapping[core.Var, float]) -> float | None:
+    """Returns the number that all elements of an operand equal, or None."""
+    if not isinstance(operand, core.Literal):
+        return numbers.get(operand)
+    return (
+        None
+        if np.ndim(operand.val) or np.iscomplexobj(operand.val)
+        else number_of(operand)
+    )
+
+
+def _copies_keep(number: float | None) -> bool:
     """Returns whether numbers and their copies are on the same side of a number."""
+    if number is None:
+        return False
     return abs(number) <= _TINY or math.isinf(number)
