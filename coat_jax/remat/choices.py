@@ -97,11 +97,9 @@ def _number(operand: Operand, numbers: Mapping[core.Var, float]) -> float | None
     """Returns the number that all elements of an operand equal, or None."""
     if not isinstance(operand, core.Literal):
         return numbers.get(operand)
-    return (
-        None
-        if np.ndim(operand.val) or np.iscomplexobj(operand.val)
-        else number_of(operand)
-    )
+    dtype = operand.aval.dtype
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return number_of(operand) if is_real and not np.ndim(operand.val) else None
 
 
 def _copies_keep(number: float | None) -> bool:
