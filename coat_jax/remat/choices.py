@@ -7,13 +7,19 @@ such as `g * (abs(x) <= 1)`, and over the edges of a function such as `jnp.round
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 from jax.extend import core
 
 from coat_jax.programs.graph import written_out
-from coat_jax.programs.primitives import bodies_of, number_of, variables
+from coat_jax.programs.primitives import (
+    Operand,
+    bodies_of,
+    is_layout,
+    real_number_of,
+    variables,
+)
 from coat_jax.remat.errors import is_cheap
 from coat_jax.remat.kernels import known_inside
 from coat_jax.remat.policies import CHECKPOINT
@@ -37,11 +43,14 @@ def choosing(traced: Linearized) -> set[int]:
     backward = written_out(traced.backward.jaxpr)
     residuals = backward.invars[: len(traced.residuals)]
     sources = {v: frozenset({i}) for i, v in enumerate(residuals)}
-    return {i for chosen in _choosing(backward, sources, False) for i in chosen}
+    return {i for chosen in _choosing(backward, sources, {}, False) for i in chosen}
 
 
 def _choosing(
-    program: core.Jaxpr, sources: dict[core.Var, frozenset[int]], is_again: bool
+    program: core.Jaxpr,
+    sources: dict[core.Var, frozenset[int]],
+    numbers: dict[core.Var, float],
+    is_again: bool,
 ) -> Iterator[frozenset[int]]:
     """Yields the residuals that each choice of a program depends on.
 
@@ -49,33 +58,44 @@ def _choosing(
       program: The program.
       sources: The residuals that each input of the program comes from. Inputs that
         depend on anything else are left out.
+      numbers: The inputs of the program that are a repeated number.
       is_again: Whether the program is within a `jax.checkpoint`.
     """
     sources |= dict.fromkeys(program.constvars, frozenset())
     for eqn in program.eqns:
         operands = variables(eqn.invars)
-        if eqn.primitive.name in _WINDOWS or (not is_again and _chooses(eqn)):
+        if eqn.primitive.name in _WINDOWS or (not is_again and _chooses(eqn, numbers)):
             yield frozenset().union(*(sources.get(v, ()) for v in operands))
         within = is_again or eqn.primitive.name == CHECKPOINT
         for body in bodies_of(eqn):
-            yield from _choosing(body, known_inside(eqn, body, sources), within)
+            inside = (known_inside(eqn, body, outer) for outer in (sources, numbers))
+            yield from _choosing(body, *inside, within)
+        if is_layout(eqn) and (number := _number(eqn.invars[0], numbers)) is not None:
+            numbers |= dict.fromkeys(eqn.outvars, number)
         if is_cheap(eqn) and operands <= sources.keys():
             together = frozenset().union(*(sources[v] for v in operands))
             sources |= dict.fromkeys(eqn.outvars, together)
 
 
-def _chooses(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation compares numbers, or rounds them to integers."""
+def _chooses(eqn: core.JaxprEqn, numbers: Mapping[core.Var, float]) -> bool:
+    """Returns whether an operation compares elements, or rounds them to integers."""
     name = eqn.primitive.name
     if name in _COMPARISONS:
-        numbers = [number_of(v) for v in eqn.invars if isinstance(v, core.Literal)]
+        bounds = (_number(v, numbers) for v in eqn.invars)
         is_nan_check = eqn.invars[0] is eqn.invars[-1]
-        return not (is_nan_check or any(map(_copies_keep, numbers)))
+        return not (is_nan_check or any(map(_copies_keep, bounds)))
     if name == "convert_element_type":
         return jnp.issubdtype(eqn.params["new_dtype"], jnp.integer)
     return name in _CHOICES
 
 
-def _copies_keep(number: float) -> bool:
-    """Returns whether numbers and their copies are on the same side of a number."""
-    return abs(number) <= _TINY or math.isinf(number)
+def _number(operand: Operand, numbers: Mapping[core.Var, float]) -> float | None:
+    """Returns the number that all elements of an operand equal, if it is known."""
+    if isinstance(operand, core.Var):
+        return numbers.get(operand)
+    return real_number_of(operand)
+
+
+def _copies_keep(bound: float | None) -> bool:
+    """Returns whether numbers and their copies are on the same side of a bound."""
+    return bound is not None and (abs(bound) <= _TINY or math.isinf(bound))
