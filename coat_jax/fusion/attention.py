@@ -182,7 +182,8 @@ def _check(match: Attention, graph: Graph) -> None:
         if is_mixed or array_types.is_partial(sharding):
             raise MismatchError
     _check_split(match)
-    if not with_digits_of(match.dtype, graph).issuperset(match.operands):
+    others = {v for v in match.operands if v.aval.dtype != match.dtype}
+    if others and not others <= with_digits_of(match.dtype, graph):
         raise MismatchError
     q, k, _ = (jax.ShapeDtypeStruct(shape, match.dtype) for shape in match.shapes)
     if not (has_flash_attention(q) and has_flash_attention(k)):

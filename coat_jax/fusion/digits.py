@@ -31,8 +31,8 @@ def with_digits_of(dtype: jnp.dtype, graph: Graph) -> set[core.Var]:
     too large or too small for it.
     """
     program = graph.program
-    # The number of elements of each array before it was broadcast, and before that of
-    # the arrays with the dtype that it comes from.
+    # `sizes` counts the elements of each array before it was broadcast, and `terms` the
+    # elements of the arrays with the dtype that it comes from.
     sizes = {v: size_of(v.aval) for v in (*program.constvars, *program.invars)}
     terms = {v: size for v, size in sizes.items() if v.aval.dtype == dtype}
     for eqn in program.eqns:

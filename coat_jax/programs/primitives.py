@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.hijax import AbstractRef
@@ -244,6 +245,13 @@ def variables(operands: Iterable[Operand]) -> set[core.Var]:
 def number_of(literal: core.Literal) -> float:
     """Returns the value of a scalar literal, rounded to the literal's dtype."""
     return float(np.asarray(literal.val, literal.aval.dtype))
+
+
+def real_number_of(literal: core.Literal) -> float | None:
+    """Returns the value of a real scalar, or None for any other literal."""
+    dtype = getattr(literal.aval, "dtype", np.dtype(bool))
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return number_of(literal) if is_real and literal.aval.shape == () else None
 
 
 def size_of(aval: jax.core.ShapedArray) -> int:

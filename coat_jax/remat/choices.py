@@ -7,10 +7,9 @@ such as `g * (abs(x) <= 1)`, and over the edges of a function such as `jnp.round
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 from coat_jax.programs.graph import written_out
@@ -18,7 +17,7 @@ from coat_jax.programs.primitives import (
     Operand,
     bodies_of,
     is_layout,
-    number_of,
+    real_number_of,
     variables,
 )
 from coat_jax.remat.errors import is_cheap
@@ -59,51 +58,44 @@ def _choosing(
       program: The program.
       sources: The residuals that each input of the program comes from. Inputs that
         depend on anything else are left out.
-      numbers: The number that all elements of an input equal, where it is known.
+      numbers: The inputs of the program that are a repeated number.
       is_again: Whether the program is within a `jax.checkpoint`.
     """
     sources |= dict.fromkeys(program.constvars, frozenset())
     for eqn in program.eqns:
         operands = variables(eqn.invars)
-        given = [_number(v, numbers) for v in eqn.invars]
-        if is_layout(eqn) and given[0] is not None:
-            numbers |= dict.fromkeys(eqn.outvars, given[0])
-        if eqn.primitive.name in _WINDOWS or (not is_again and _chooses(eqn, given)):
+        if eqn.primitive.name in _WINDOWS or (not is_again and _chooses(eqn, numbers)):
             yield frozenset().union(*(sources.get(v, ()) for v in operands))
         within = is_again or eqn.primitive.name == CHECKPOINT
         for body in bodies_of(eqn):
-            inner = (known_inside(eqn, body, known) for known in (sources, numbers))
-            yield from _choosing(body, *inner, within)
+            inside = (known_inside(eqn, body, outer) for outer in (sources, numbers))
+            yield from _choosing(body, *inside, within)
+        if is_layout(eqn) and (number := _number(eqn.invars[0], numbers)) is not None:
+            numbers |= dict.fromkeys(eqn.outvars, number)
         if is_cheap(eqn) and operands <= sources.keys():
             together = frozenset().union(*(sources[v] for v in operands))
             sources |= dict.fromkeys(eqn.outvars, together)
 
 
-def _chooses(eqn: core.JaxprEqn, numbers: Sequence[float | None]) -> bool:
-    """Returns whether an operation compares numbers, or rounds them to integers.
-
-    `numbers` has the number that all elements of each operand equal, or None.
-    """
+def _chooses(eqn: core.JaxprEqn, numbers: Mapping[core.Var, float]) -> bool:
+    """Returns whether an operation compares elements, or rounds them to integers."""
     name = eqn.primitive.name
     if name in _COMPARISONS:
+        bounds = (_number(v, numbers) for v in eqn.invars)
         is_nan_check = eqn.invars[0] is eqn.invars[-1]
-        return not (is_nan_check or any(map(_copies_keep, numbers)))
+        return not (is_nan_check or any(map(_copies_keep, bounds)))
     if name == "convert_element_type":
         return jnp.issubdtype(eqn.params["new_dtype"], jnp.integer)
     return name in _CHOICES
 
 
 def _number(operand: Operand, numbers: Mapping[core.Var, float]) -> float | None:
-    """Returns the number that all elements of an operand equal, or None."""
-    if not isinstance(operand, core.Literal):
+    """Returns the number that all elements of an operand equal, if it is known."""
+    if isinstance(operand, core.Var):
         return numbers.get(operand)
-    dtype = operand.aval.dtype
-    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    return number_of(operand) if is_real and not np.ndim(operand.val) else None
+    return real_number_of(operand)
 
 
-def _copies_keep(number: float | None) -> bool:
-    """Returns whether numbers and their copies are on the same side of a number."""
-    if number is None:
-        return False
-    return abs(number) <= _TINY or math.isinf(number)
+def _copies_keep(bound: float | None) -> bool:
+    """Returns whether numbers and their copies are on the same side of a bound."""
+    return bound is not None and (abs(bound) <= _TINY or math.isinf(bound))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.programs.primitives import Operand, entry_of, is_layout, number_of
+from coat_jax.programs.primitives import Operand, entry_of, is_layout, real_number_of
 
 # Next to a number of this size E4M3 has few digits for numbers around 1.
 _LARGE = 1e4
@@ -68,7 +68,7 @@ def hiding_arrays(program: core.Jaxpr) -> set[core.Var]:
 
     def look_up(v: Operand) -> _Numbers:
         if isinstance(v, core.Literal):
-            return _Numbers(number=_number(v))
+            return _Numbers(number=real_number_of(v))
         return numbers_of.get(v, _Numbers())
 
     for eqn in program.eqns:
@@ -129,10 +129,3 @@ def _of_result(eqn: core.JaxprEqn, operands: Sequence[_Numbers]) -> _Numbers:
 
 def _is_large(number: float | None) -> bool:
     return number is not None and abs(number) >= _LARGE
-
-
-def _number(literal: core.Literal) -> float | None:
-    """Returns the value of a real scalar, or None for any other literal."""
-    dtype = getattr(literal.aval, "dtype", jnp.dtype(bool))
-    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    return number_of(literal) if is_real and literal.aval.shape == () else None
