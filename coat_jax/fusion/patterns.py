@@ -30,12 +30,11 @@ from coat_jax.fusion.algebra import (
     rounded,
     term_of,
 )
+from coat_jax.fusion.sums import Eqns
 from coat_jax.programs.graph import Graph, inlined, is_plain_call
 from coat_jax.programs.primitives import keeps_parts, number_of, variables
 from pallas_kernels import Activation, NormKind
 from pallas_kernels.checks import WIDE
-
-Eqns = tuple[core.JaxprEqn, ...]
 
 
 def _mean(x):

@@ -26,7 +26,7 @@ from pallas_kernels.dispatch import (
     stand_ins,
 )
 from pallas_kernels.dispatch.axes import Axes
-from pallas_kernels.ops.attention.axes import HeadAxes
+from pallas_kernels.ops.attention.axes import HeadAxes, grouped
 
 
 def has_flash_attention(q: Array) -> bool:
@@ -220,7 +220,7 @@ def _with_statistics(scores, is_alone, q, k, v, mask):
 
 
 def _with_statistics_fwd(scores, is_alone, q, k, v, mask):
-    arrays = _grouped(q, k), k, v, _mask_in_groups(mask, q, k)
+    arrays = grouped(q, k), k, v, _mask_in_groups(mask, q, k)
     o, statistics = _run(_Attention(scores), is_alone, *arrays)
     o = o.reshape(q.shape)
     return o, (q, k, v, mask, o, statistics)
@@ -228,9 +228,9 @@ def _with_statistics_fwd(scores, is_alone, q, k, v, mask):
 
 def _with_statistics_bwd(scores, is_alone, saved, do):
     q, k, v, mask, o, statistics = saved
-    arrays = _grouped(q, k), k, v, _mask_in_groups(mask, q, k), _grouped(o, k)
+    arrays = grouped(q, k), k, v, _mask_in_groups(mask, q, k), grouped(o, k)
     grads = _AttentionGrad(scores)
-    dq, dk, dv = _run(grads, is_alone, _grouped(do, k), *arrays, statistics)
+    dq, dk, dv = _run(grads, is_alone, grouped(do, k), *arrays, statistics)
     return dq.reshape(q.shape), dk, dv, None
 
 
@@ -241,12 +241,6 @@ def _run(operation: _Attention, is_alone: bool, *arrays: Any) -> Any:
     """Runs an operation, on each device's part of the arrays unless `is_alone`."""
     run = operation.reference if is_alone else partial(placement.on_parts, operation)
     return run(*arrays)
-
-
-def _grouped(x: Array, k: Array) -> Array:
-    """Reshapes heads [b, s, n, d] to [b, s, m, n / m, d], where `k` has m heads."""
-    b, s, n, d = x.shape
-    return x.reshape(b, s, k.shape[2], n // k.shape[2], d)
 
 
 def _mask_in_groups(mask: Array | None, q: Array, k: Array) -> Array | None:

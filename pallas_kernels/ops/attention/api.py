@@ -10,7 +10,7 @@ from pallas_kernels.checks import positive_int
 from pallas_kernels.dispatch import operations
 from pallas_kernels.dispatch.axes import WHOLE, Axes
 from pallas_kernels.ops.attention import backward, forward, reference
-from pallas_kernels.ops.attention.axes import HeadAxes
+from pallas_kernels.ops.attention.axes import HeadAxes, grouped
 from pallas_kernels.ops.attention.plan import HEAD_DIMS, Scoring, Tuning
 
 _SEGMENTS = Axes("b _")
@@ -68,7 +68,7 @@ def attention(
     """
     scoring, masks = _checked(q, k, v, scale, softcap, causal, window, segment_ids)
     operation = _Attention(scoring=scoring, tuning=tuning)
-    arrays = _grouped(q, k), k, v, *masks
+    arrays = grouped(q, k), k, v, *masks
     out, lse = operation(*arrays, implementation=implementation)
     b, s, n, _ = q.shape
     return out.reshape(q.shape), lse.reshape(b, n, s)
@@ -136,7 +136,7 @@ def attention_grad(
         )
     operation = _AttentionGrad(scoring=scoring, tuning=tuning)
     lse = lse.astype(jnp.float32).reshape(b, k.shape[2], -1, s)
-    wide = [_grouped(x, k) for x in (do, q, out)]
+    wide = [grouped(x, k) for x in (do, q, out)]
     arrays = wide[0], wide[1], k, v, wide[2], lse, *masks
     dq, dk, dv = operation(*arrays, implementation=implementation)
     return dq.reshape(q.shape), dk, dv
@@ -162,19 +162,13 @@ def runs_kernel(
     """
     scoring, masks = _checked(q, k, v, **(_DEFAULTS | options))
     operation = _Attention(scoring=scoring, tuning=None)
-    arrays = _grouped(q, k), k, v, *masks
+    arrays = grouped(q, k), k, v, *masks
     if in_place_of_kernel:
         return operation.prefers_kernel(*arrays)
     return operation.runs(*arrays) == "mosaic"
 
 
 _DEFAULTS = dict(scale=None, softcap=None, causal=True, window=None, segment_ids=None)
-
-
-def _grouped(x: Array, k: Array) -> Array:
-    """Reshapes heads [b, s, n, d] to [b, s, m, n / m, d], where `k` has m heads."""
-    b, s, n, d = x.shape
-    return x.reshape(b, s, k.shape[2], n // k.shape[2], d)
 
 
 def check_heads(q: Array, k: Array, v: Array, segment_ids: Array | None) -> None:

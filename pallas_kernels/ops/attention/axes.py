@@ -38,3 +38,9 @@ class HeadAxes(NamedTuple):
     def key_gradients(self) -> Axes:
         """The axes of gradients of keys and values, which devices may have to sum."""
         return dataclasses.replace(self.keys, reduced="sum")
+
+
+def grouped(x: Array, k: Array) -> Array:
+    """Reshapes heads [b, s, n, d] to [b, s, m, n / m, d], where `k` has m heads."""
+    b, s, n, d = x.shape
+    return x.reshape(b, s, k.shape[2], n // k.shape[2], d)
