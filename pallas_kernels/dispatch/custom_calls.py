@@ -55,7 +55,7 @@ class UnexpectedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """A custom call to a kernel.
 
     Attributes:
@@ -65,14 +65,14 @@ class _Call:
       returns: The types of its results.
       aliases: A mapping from the position of each overwritten operand to the position
         of the result that takes its memory.
-      config: The kernel, its hash, and its flags.
+      kernel: The kernel, as bytecode.
     """
 
     operands: tuple[int, ...]
     takes: tuple[jax.core.ShapedArray, ...]
     returns: tuple[jax.core.ShapedArray, ...]
     aliases: Mapping[int, int]
-    config: Mapping[str, bytes | bool]
+    kernel: bytes
 
     def emit(
         self, ctx: Any, values: Sequence[Any], avals: Sequence[Any], returns: Sequence
@@ -92,7 +92,9 @@ class _Call:
             _TARGET, operand_output_aliases=dict(self.aliases), has_side_effect=False
         )
         types = {"avals_in": takes, "avals_out": returns}
-        return rule(ctx.replace(**types), *operands, **self.config)
+        config = {"kernel_hash": hashlib.sha256(self.kernel).digest()}
+        config |= {"module": self.kernel} | dict.fromkeys(sorted(_FLAGS), False)
+        return rule(ctx.replace(**types), *operands, **config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +104,10 @@ class Calls:
     Attributes:
       calls: The custom calls, in the order in which they run.
       results: The positions of the launch's results among its values, which are
-        numbered as for `_Call.operands`.
+        numbered as for `Call.operands`.
     """
 
-    calls: tuple[_Call, ...]
+    calls: tuple[Call, ...]
     results: tuple[int, ...]
 
     def emit(self, ctx: Any, operands: Sequence[Any]) -> list[Any]:
@@ -131,7 +133,7 @@ def read_calls(module: ir.Module) -> Calls:
       UnexpectedError: If the launch has other operations, or a call of another form.
     """
     functions = {op.attributes["sym_name"].value: op for op in module.body.operations}
-    calls: list[_Call] = []
+    calls: list[Call] = []
     count = len(functions["main"].regions[0].blocks[0].arguments)
 
     def results(function: str, operands: Sequence[int]) -> list[int]:
@@ -161,7 +163,7 @@ def read_calls(module: ir.Module) -> Calls:
     return Calls(tuple(calls), positions_of_results)
 
 
-def _call(op: Any, operands: tuple[int, ...]) -> _Call:
+def _call(op: Any, operands: tuple[int, ...]) -> Call:
     """Reads a custom call to a kernel, so that it can be emitted again."""
     attributes = {name: op.attributes[name] for name in op.attributes}
     # A caller's metadata. JAX attaches it to what is emitted, too.
@@ -176,9 +178,9 @@ def _call(op: Any, operands: tuple[int, ...]) -> _Call:
         layouts = [[int(axis) for axis in layout] for layout in attributes[name]]
         if layouts != [list(range(x.ndim))[::-1] for x in types]:
             raise UnexpectedError(f"{name} of a kernel are {layouts}")
-    config = _config(attributes["mhlo.backend_config"])
+    kernel = _kernel(attributes["mhlo.backend_config"])
     aliases = dict(map(_alias, attributes["output_operand_aliases"]))
-    return _Call(operands, takes, returns, aliases, config)
+    return Call(operands, takes, returns, aliases, kernel)
 
 
 def _aval(value: Any) -> jax.core.ShapedArray:
@@ -196,8 +198,8 @@ def _alias(attribute: ir.Attribute) -> tuple[int, int]:
     return alias.operand_index, result
 
 
-def _config(config: ir.DictAttr) -> dict[str, bytes | bool]:
-    """Returns the kernel without locations and counted names, its hash, and flags."""
+def _kernel(config: ir.DictAttr) -> bytes:
+    """Returns the kernel of a configuration, without locations and counted names."""
     attributes = {entry.name: entry.attr for entry in config}
     if attributes.keys() != _FLAGS | {"kernel_hash", "module"}:
         raise UnexpectedError(f"a kernel has attributes {sorted(attributes)}")
@@ -208,9 +210,7 @@ def _config(config: ir.DictAttr) -> dict[str, bytes | bool]:
     )
     if hashlib.sha256(kernel).digest() != digest:
         raise UnexpectedError("a kernel's hash is not the SHA-256 of its bytes")
-    kernel = _stripped(kernel, config.context)
-    hashed = {"kernel_hash": hashlib.sha256(kernel).digest(), "module": kernel}
-    return hashed | dict.fromkeys(sorted(_FLAGS), False)
+    return _stripped(kernel, config.context)
 
 
 def _stripped(kernel: bytes, context: ir.Context) -> bytes:

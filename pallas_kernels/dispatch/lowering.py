@@ -3,7 +3,8 @@
 JAX lowers a Pallas kernel again for every program, and on a mesh again for every call:
 XLA's partitioner lowers each partitioned operation by itself. Each lowering takes 0.3 s
 of Python. Here a kernel is one primitive of the traced program. Its first lowering
-keeps the custom call that Pallas emits, and all later lowerings emit it again.
+keeps the custom call that Pallas emits, and all later lowerings emit it again. With
+JAX's persistent compilation cache, later processes do so, too; see `storage`.
 
 The kernel in a custom call is MLIR's bytecode with a hash. XLA assembles kernels of the
 same hash once. So line numbers, paths, and JAX's count of kernels, which differ between
@@ -26,7 +27,7 @@ from jax.interpreters import batching, mlir
 
 from pallas_kernels import versions
 from pallas_kernels.checks import warn_once
-from pallas_kernels.dispatch import array_types
+from pallas_kernels.dispatch import array_types, storage
 from pallas_kernels.dispatch.custom_calls import Calls, read_calls, viewed
 
 
@@ -75,8 +76,18 @@ class _Launch:
         target = jax.sharding.get_abstract_mesh().abstract_device
         with self._lock:
             if target not in self._lowered:
-                self._lowered[target] = self._calls()
+                self._lowered[target] = self._stored(target)
             return self._lowered[target]
+
+    def _stored(self, target: Any) -> Calls | None:
+        """Returns the calls that an earlier process stored, or stores new ones."""
+        path = storage.path_of(self.program, target)
+        if path is None:
+            return self._calls()
+        calls = storage.read(path)
+        if calls is None and (calls := self._calls()) is not None:
+            storage.write(path, calls)
+        return calls
 
     def _calls(self) -> Calls | None:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.program.in_avals]
