@@ -79,14 +79,14 @@ def _choosing(
             yield frozenset().union(*(sources.get(v, ()) for v in operands))
         within = is_again or eqn.primitive.name == CHECKPOINT
         for body in map(written_out, bodies_of(eqn)):
-            known = (known_inside(eqn, body, x) for x in (sources, origins, numbers))
-            yield from _choosing(body, *known, within)
+            inside = (known_inside(eqn, body, x) for x in (sources, origins, numbers))
+            yield from _choosing(body, *inside, within)
         if is_layout(eqn) and (number := _number(eqn.invars[0], numbers)) is not None:
             numbers |= dict.fromkeys(eqn.outvars, number)
-        for known, follows in ((sources, is_cheap(eqn)), (origins, True)):
-            if follows and operands <= known.keys():
-                together = frozenset().union(*(known[v] for v in operands))
-                known |= dict.fromkeys(eqn.outvars, together)
+        for residuals_of, follows in ((sources, is_cheap(eqn)), (origins, True)):
+            if follows and operands <= residuals_of.keys():
+                together = frozenset().union(*(residuals_of[v] for v in operands))
+                residuals_of |= dict.fromkeys(eqn.outvars, together)
 
 
 def _chooses_among(eqn: core.JaxprEqn, numbers: Mapping[core.Var, float]) -> bool:

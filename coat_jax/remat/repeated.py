@@ -20,7 +20,7 @@ from coat_jax.remat.kernels import known_inside
 from coat_jax.remat.policies import CHECKPOINT
 from coat_jax.remat.trace import Linearized
 
-# How many elements of each residual a product has as factors.
+# The number of elements of each residual that a product has as factors.
 _Factors = dict[int, int]
 # The residuals that each carry of a loop is multiplied by in an array.
 _Paths = dict[core.Var, dict[int, frozenset[int]]]
@@ -50,8 +50,8 @@ def _repeated(
 ) -> Iterator[Iterable[int]]:
     """Yields the residuals by which a program multiplies again and again.
 
-    `factors` has the factors of each input that follows from residuals alone. Those of
-    the other variables are added to it.
+    `factors` has the factors of each input that follows from residuals alone. The
+    factors of further variables are added to it.
     """
     factors |= {v: {} for v in program.constvars}
     for eqn in program.eqns:
@@ -145,13 +145,13 @@ def _leads(start: int, end: int, steps: Sequence[Mapping[int, object]]) -> bool:
     """
     reached = [end]
     for carry in reached:
-        reached += [before for before in steps[carry] if before not in reached]
+        reached += [source for source in steps[carry] if source not in reached]
     return start in reached
 
 
-def _at(operand: Operand, known: Mapping[core.Var, object]) -> object:
-    """Returns the entry of an operand in `known`, or None; {} for a literal."""
-    return known.get(operand) if isinstance(operand, core.Var) else {}
+def _at(operand: Operand, entries: Mapping[core.Var, object]) -> object:
+    """Returns the entry of an operand, or None; {} for a literal."""
+    return entries.get(operand) if isinstance(operand, core.Var) else {}
 
 
 def _is_checkpoint(eqn: core.JaxprEqn) -> bool:
