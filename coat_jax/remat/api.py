@@ -17,8 +17,9 @@ computes it and which operations of the backward program read it:
                                      operands are saved, and the kernel runs again
   all other arrays                 saved unquantized: integers, masks, per-token
                                    statistics, and arrays that the backward pass takes
-                                   the exponential of, divides by, or chooses by, as
-                                   the gradient of a maximum over windows does
+                                   the exponential of, divides by, multiplies by again
+                                   and again as in a recurrence, or chooses by, as the
+                                   gradient of a maximum over windows does
 
 A norm therefore saves an FP8 copy of its input and its statistics. If both inputs of a
 gate are slices of one matmul's output, one copy of the output is saved.

@@ -4,6 +4,10 @@ The gradient of a maximum over windows goes to the largest number of each window
 numbers of a window are often equal, and the gradient would go to another number. In the
 same way rounding errors of a copy move numbers over the threshold of a derivative rule,
 such as `g * (abs(x) <= 1)`, and over the edges of a function such as `jnp.round`.
+
+A `jax.checkpoint` computes its results again from copies, and derivatives fit these
+results, so that thresholds do not count there. But an element that is chosen among
+others must be the one that the forward pass chose: a token's experts, for example.
 """
 
 import math
@@ -29,26 +33,29 @@ from coat_jax.remat.trace import Linearized
 _WINDOWS = frozenset({"select_and_gather_add", "select_and_scatter_add"})
 _COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
 _TINY = float(jnp.finfo(jnp.float32).tiny)  # Quantization compares with it.
-_CHOICES = frozenset({"argmax", "argmin", "ceil", "floor", "round", "sort", "top_k"})
+# Operations that choose elements among others, and that round elements.
+_AMONG = _WINDOWS | {"approx_top_k", "argmax", "argmin", "sort", "top_k"}
+_ROUNDING = frozenset({"ceil", "floor", "round"})
 
 
 def choosing(traced: Linearized) -> set[int]:
     """Returns the indices of the residuals by which the backward pass chooses.
 
     A residual counts if a choice depends on it by elementwise operations on residuals
-    alone. Comparisons with zero do not count: copies keep signs. A
-    `jax.checkpoint` computes its results again from copies, and derivatives fit these
-    results, so that only choices within windows count there.
+    alone, or by any operations within a `jax.checkpoint`. Comparisons with zero do not
+    count: copies keep signs.
     """
     backward = written_out(traced.backward.jaxpr)
     residuals = backward.invars[: len(traced.residuals)]
     sources = {v: frozenset({i}) for i, v in enumerate(residuals)}
-    return {i for chosen in _choosing(backward, sources, {}, False) for i in chosen}
+    choices = _choosing(backward, sources, dict(sources), {}, False)
+    return {i for chosen in choices for i in chosen}
 
 
 def _choosing(
     program: core.Jaxpr,
     sources: dict[core.Var, frozenset[int]],
+    origins: dict[core.Var, frozenset[int]],
     numbers: dict[core.Var, float],
     is_again: bool,
 ) -> Iterator[frozenset[int]]:
@@ -56,25 +63,42 @@ def _choosing(
 
     Args:
       program: The program.
-      sources: The residuals that each input of the program comes from. Inputs that
-        depend on anything else are left out.
+      sources: The residuals that each input of the program comes from by elementwise
+        operations. Inputs that depend on anything else are left out.
+      origins: The same for any operations.
       numbers: The inputs of the program that are a repeated number.
       is_again: Whether the program is within a `jax.checkpoint`.
     """
     sources |= dict.fromkeys(program.constvars, frozenset())
+    origins |= dict.fromkeys(program.constvars, frozenset())
     for eqn in program.eqns:
         operands = variables(eqn.invars)
-        if eqn.primitive.name in _WINDOWS or (not is_again and _chooses(eqn, numbers)):
+        if is_again and _chooses_among(eqn, numbers):
+            yield frozenset().union(*(origins.get(v, ()) for v in operands))
+        elif not is_again and _chooses(eqn, numbers):
             yield frozenset().union(*(sources.get(v, ()) for v in operands))
         within = is_again or eqn.primitive.name == CHECKPOINT
-        for body in bodies_of(eqn):
-            inside = (known_inside(eqn, body, outer) for outer in (sources, numbers))
+        for body in map(written_out, bodies_of(eqn)):
+            inside = (known_inside(eqn, body, x) for x in (sources, origins, numbers))
             yield from _choosing(body, *inside, within)
         if is_layout(eqn) and (number := _number(eqn.invars[0], numbers)) is not None:
             numbers |= dict.fromkeys(eqn.outvars, number)
-        if is_cheap(eqn) and operands <= sources.keys():
-            together = frozenset().union(*(sources[v] for v in operands))
-            sources |= dict.fromkeys(eqn.outvars, together)
+        for residuals_of, follows in ((sources, is_cheap(eqn)), (origins, True)):
+            if follows and operands <= residuals_of.keys():
+                together = frozenset().union(*(residuals_of[v] for v in operands))
+                residuals_of |= dict.fromkeys(eqn.outvars, together)
+
+
+def _chooses_among(eqn: core.JaxprEqn, numbers: Mapping[core.Var, float]) -> bool:
+    """Returns whether an operation chooses floating elements among others.
+
+    The gradient of a maximum compares numbers with it.
+    """
+    if not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars):
+        return False
+    if eqn.primitive.name == "eq":
+        return all(_number(v, numbers) is None for v in eqn.invars)
+    return eqn.primitive.name in _AMONG
 
 
 def _chooses(eqn: core.JaxprEqn, numbers: Mapping[core.Var, float]) -> bool:
@@ -86,7 +110,7 @@ def _chooses(eqn: core.JaxprEqn, numbers: Mapping[core.Var, float]) -> bool:
         return not (is_nan_check or any(map(_copies_keep, bounds)))
     if name == "convert_element_type":
         return jnp.issubdtype(eqn.params["new_dtype"], jnp.integer)
-    return name in _CHOICES
+    return name in _AMONG or name in _ROUNDING
 
 
 def _number(operand: Operand, numbers: Mapping[core.Var, float]) -> float | None:

@@ -18,6 +18,7 @@ from coat_jax.remat.loops import equal_stacks
 from coat_jax.remat.options import Options
 from coat_jax.remat.policies import Policy, offloads
 from coat_jax.remat.recompute import Derivation
+from coat_jax.remat.repeated import repeated_factors
 from coat_jax.remat.shapes import (
     MIN_STATISTIC,
     group_of_products,
@@ -141,7 +142,10 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     elsewhere = offloaded | on_host
     here = variables(v for i, v in enumerate(residuals) if i not in elsewhere)
     numbers = {v for v in here if size_of(v.aval) == 1}
-    by_choice = choosing(traced)
+    exact = dict.fromkeys(choosing(traced), "backward chooses by it")
+    exact |= dict.fromkeys(
+        repeated_factors(traced), "backward multiplies by it again and again"
+    )
     ways: list[Any] = []
     for index, residual in enumerate(residuals):
         var = residual if isinstance(residual, core.Var) else None
@@ -162,7 +166,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
         elif var in of_kernels:
             ways.append(Wide(_OF_KERNEL))
         else:
-            ways.append(_saved(traced, index, index in by_choice, options))
+            ways.append(_saved(traced, index, exact.get(index), options))
     # Integers have no gradients and no copies: arrays are computed from them again.
     integers = (v for v in program.invars if is_integer(v.aval))
     constants = [*params, *integers, *_recomputed(residuals, ways)]
@@ -333,18 +337,18 @@ def _statistics(program: core.Jaxpr) -> set[core.Var]:
 
 
 def _saved(
-    traced: Linearized, index: int, is_chosen_by: bool, options: Options
+    traced: Linearized, index: int, exact: str | None, options: Options
 ) -> Copy | Wide:
     """Returns how a residual is saved if it does not follow from other arrays.
 
-    `is_chosen_by` is whether the backward pass chooses by the residual.
+    `exact` is the reason why the backward pass needs the residual exactly, or None.
     """
     aval = traced.residuals[index].aval
     readers = traced.readers(index)
     if reason := _why_wide(traced, index):
         return Wide(reason)
-    if is_chosen_by:
-        return Wide("backward chooses by it")
+    if exact:
+        return Wide(exact)
     if aval.dtype == jnp.float32 and any(is_foreign(eqn.primitive) for eqn in readers):
         # Float32 arrays that a custom kernel reads are statistics by convention, such
         # as attention's log-sum-exp.

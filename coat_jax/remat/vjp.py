@@ -351,7 +351,7 @@ def _with_fp8_residuals(
         _warn_of_examples(args, saved, planned)
         return outputs, residuals
 
-    run.defvjp(forward_of, gradients_of)
+    run.defvjp(forward_of, gradients_of, **versions.vjp_options())
     return run
 
 

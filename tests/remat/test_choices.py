@@ -58,17 +58,34 @@ def in_scan(fn):
     return run
 
 
+def again(fn):
+    """Returns a function that the backward pass computes again from its argument."""
+    return jax.checkpoint(lambda x: fn(jnp.flip(x, 0) @ jnp.eye(K)))
+
+
+def best(x):
+    values, indices = jax.lax.top_k(x, 4)
+    return values * jnp.take_along_axis(jnp.cos(x), indices, -1)
+
+
 FORMS = {
     "maximum of windows": pool,
     "maximum of windows after relu": lambda x: pool(nn.relu(x)),
     "maximum of windows in a loop": in_scan(pool),
     "threshold": binary,
     "threshold in a loop": in_scan(binary),
+    "maximum of windows again": again(pool),
+    "maximum of an axis again": again(lambda x: jnp.max(x.reshape(-1, 8, K) + 5, 1)),
+    "best again": again(best),
+    "sorting again": again(lambda x: jnp.sort(x, -1) * jnp.arange(K)),
     "rounding": lambda x: stepped(jnp.tanh(x), jnp.float32(0.1)),
 }
 
 
-@pytest.mark.parametrize("name", slow_except(("maximum of windows", "rounding"), FORMS))
+QUICK = "maximum of windows", "maximum of an axis again", "best again", "rounding"
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, FORMS))
 def test_gradients_go_to_the_elements_that_were_chosen(name):
     def fn(w, x):
         return FORMS[name](jnp.sin(x @ w))

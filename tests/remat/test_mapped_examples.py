@@ -1,6 +1,7 @@
 """Tests `fp8_remat` of functions of one example, within `jax.vmap`."""
 
 import warnings
+from inspect import signature
 
 import equinox as eqx
 import jax
@@ -97,6 +98,27 @@ def test_collectives_over_an_outer_axis(compiled):
     run = jax.jit(gradient, static_argnums=0) if compiled else gradient
     difference = np.linalg.norm(flat(run(coat.fp8_remat(normed), params)) - expected)
     assert 0 < difference < 0.1 * np.linalg.norm(expected)
+
+
+SHARES_RESULTS = "generic_batching" in signature(jax.custom_vjp.defvjp).parameters
+
+
+@pytest.mark.skipif(not SHARES_RESULTS, reason="needs jax 0.12")
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_result_that_all_examples_share_counts_once(inside):
+    params, x = arrays()
+
+    def mean_of_cubes(params, x):
+        return lax.pmean(jnp.mean(normed(params, x) ** 3), "batch")
+
+    def gradient(fn):
+        fn = jax.grad(fn) if inside else fn
+        mapped = jax.vmap(fn, (None, 0), 0 if inside else None, axis_name="batch")
+        return (mapped if inside else jax.grad(mapped))(params, x)
+
+    expected = flat(gradient(mean_of_cubes))
+    difference = flat(gradient(coat.fp8_remat(mean_of_cubes))) - expected
+    assert 0 < np.linalg.norm(difference) < 0.1 * np.linalg.norm(expected)
 
 
 def test_collectives_of_equinox():
