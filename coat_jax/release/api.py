@@ -10,7 +10,6 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
-from coat_jax.release import taps
 from coat_jax.release.checks import check_axes, check_layers, is_fused, warn_of_scans
 from coat_jax.release.parts import Clip, Optimizer, Parameters, as_floats
 from coat_jax.release.taps import Release
@@ -151,12 +150,8 @@ def value_and_update(
         release = Release(params=whole)
 
         def tapped_loss(leaves, states, sums):
-            release.leaves, release.states, release.sums = leaves, states, sums
-            token = taps.active.set(release)
-            try:
-                return loss(release.tapped(), *args, **kwargs)
-            finally:
-                taps.active.reset(token)
+            with release.tapped(leaves, states, sums) as params:
+                return loss(params, *args, **kwargs)
 
         states = [whole.state_of(j) for j in range(len(whole.leaves))]
         arguments = whole.leaves, as_floats(states), jnp.zeros(len(states))

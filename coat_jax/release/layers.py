@@ -85,7 +85,8 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
         return leaves, as_floats(states), None, *cotangents
 
     run.defvjp(fwd, bwd)
-    return run(owned.leaves, owned.states, release.sums, owned.extras, shared, x)
+    extras = owned.extras(params)
+    return run(owned.leaves, owned.states, release.sums, extras, shared, x)
 
 
 def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
@@ -152,7 +153,8 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
         return lax.scan(body, x, (leaves, extras))[0]
 
     run.defvjp(scan.forward, scan.backward)
-    return run(owned.leaves, owned.states, release.sums, owned.extras, shared, x)
+    extras = owned.extras(stacked)
+    return run(owned.leaves, owned.states, release.sums, extras, shared, x)
 
 
 def _converted(fn: Callable, params: Any, x: Any) -> tuple[Callable, list]:
