@@ -136,7 +136,7 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
     depth = _depth(stacked)
     release = taps.active.get()
     owned = TappedArrays.among(release, stacked, axes=2)
-    if owned is None:
+    if owned is None or not depth:
         return lax.scan(lambda x, params: (fn(params, x), None), x, stacked)[0]
     owned.check_states(depth)
     layer, shared = _converted(fn, jax.tree.map(first_layer, stacked), x)

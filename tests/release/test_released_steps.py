@@ -247,6 +247,12 @@ def test_a_single_layer_and_no_layers_parameters():
     assert_steps_equal(frozen, SGD, params, tokens())
 
 
+def test_a_stack_of_no_layers():
+    params = parameters(stacked=True)
+    params["layers"] = jax.tree.map(lambda p: p[:0], params["layers"])
+    assert_steps_equal(SCANNED, SGD, params, tokens(), steps=1)
+
+
 def test_auxiliary_data_comes_back_with_the_ordinary_step():
     def loss(params, tokens):
         value = SCANNED(params, tokens)
