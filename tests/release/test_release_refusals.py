@@ -176,6 +176,19 @@ def test_bad_arguments_are_named():
         step(bf16, state)
 
 
+def test_options_do_not_hide_arguments_of_the_loss():
+    def loss(params, key=None, max_loss=None):
+        return params["w"].sum() * (1.0 if key is None else jax.random.uniform(key))
+
+    params, tx, key = {"w": jnp.ones(3)}, coat.fp8_adamw(1e-3), jax.random.key(0)
+    step = coat.value_and_update(loss, tx, skip_not_finite=True)
+    for name, option in {"key": key, "max_loss": 1.0}.items():
+        with pytest.raises(ValueError, match=f"{name} is an option.*by position"):
+            step(params, tx.init(params), **{name: option})
+    value, _, _ = step(params, tx.init(params), key, 2.0, key=key, max_loss=4.0)
+    assert value == 3 * jax.random.uniform(key)
+
+
 @pytest.mark.parametrize(
     "stacked", [{}, {"a": jnp.ones(())}, {"a": jnp.ones((2, 3)), "b": jnp.ones(3)}]
 )
