@@ -75,6 +75,9 @@ def initial_state(
         if isinstance(choice := choices.of(record, path[-1].name), Moment)
     }
     _check_names(choices.moments, fields)
+    if others := _of_other_shapes(leaves, moments, arrays_by_path):
+        _warn_of_shapes([f"{fields[field]}.{field[-1].name}" for field in others])
+        moments = {f: moment for f, moment in moments.items() if f not in others}
     by_default = {
         field: moment
         for field, moment in moments.items()
@@ -119,6 +122,29 @@ def initial_state(
     state = in_boxes(state, by_path(params, is_leaf=is_box))
     zero = jnp.zeros([], jnp.int32)
     return QuantizedState(state, zero, zero + VERSION, layout)
+
+
+def _of_other_shapes(
+    leaves: Sequence[tuple[Path, Any]],
+    moments: Collection[Path],
+    params: Mapping[Path, Any],
+) -> list[Path]:
+    """Returns the fields that average something else than whole gradients.
+
+    The averages of `optax.contrib.galore`, for example, are of projected gradients.
+
+    Args:
+      leaves: The arrays of the state, with their paths.
+      moments: The paths of the fields to look at.
+      params: The parameters by their paths.
+    """
+
+    def differs(field, path, leaf):
+        place = path[len(field) :]
+        is_average = path[: len(field)] == field and place in params
+        return is_average and jnp.shape(params[place]) != leaf.shape
+
+    return [field for field in moments if any(differs(field, *x) for x in leaves)]
 
 
 def _averages_of_ratios(
@@ -306,6 +332,17 @@ def _warn_of(unknown: set[tuple[str, str]]) -> None:
         f"{names} has the parameters' shapes, and is not known to be a moving average: "
         f"it stays as it is. Name what it is, moments={{{fields[0]!r}: "
         f"coat.Moment(...)}}, or None if it is none",
+        stacklevel=4,
+    )
+
+
+def _warn_of_shapes(names: Sequence[str]) -> None:
+    """Warns about known averages, which are not quantized for their shapes."""
+    warnings.warn(
+        f"shapes of {', '.join(names)} are not the parameters', as for averages of "
+        "projected gradients, so that they stay as they are. Quantize the state of the "
+        "transformation that averages, as in optax.contrib.scale_by_galore("
+        "base_optimizer=coat.with_quantized_state(optax.scale_by_adam()))",
         stacklevel=4,
     )
 

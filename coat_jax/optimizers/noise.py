@@ -118,7 +118,8 @@ def random_words_of_batch(
     for count, same in itertools.groupby(groups):
         some = names[start : (start := start + len(list(same)))]
         some = some + _groups_before(count)
-        places.append((some[:, None] + lax.iota(jnp.uint32, count)).reshape(-1, 1))
+        columns = some[:, None] + lax.iota(jnp.uint32, count)[None]
+        places.append(columns.reshape(-1, 1))
     return hash32(jnp.concatenate(places))
 
 

@@ -70,7 +70,8 @@ def with_quantized_state(
 
     Warns:
       UserWarning: If a field of the state has the parameters' shapes, but is neither
-        known nor named in `moments`. The field is not quantized.
+        known nor named in `moments`; or if a known average has other shapes than the
+        parameters, as in `optax.contrib.galore`. The field is not quantized.
 
     Examples:
       >>> import coat_jax as coat, jax.numpy as jnp, optax

@@ -128,6 +128,11 @@ def is_layout(eqn: core.JaxprEqn) -> bool:
     return kind_of(eqn) in _LAYOUT
 
 
+def is_elementwise(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation computes elements from elements of equal index."""
+    return kind_of(eqn) is Kind.ELEMENTWISE
+
+
 def is_matmul(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation is a matmul or a convolution."""
     return kind_of(eqn) is Kind.MATMUL

@@ -1,7 +1,8 @@
 """A loss and an optimizer's step in one pass: gradients need no memory of their own."""
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,6 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
-from coat_jax.release import taps
 from coat_jax.release.checks import check_axes, check_layers, is_fused, warn_of_scans
 from coat_jax.release.parts import Clip, Optimizer, Parameters, as_floats
 from coat_jax.release.taps import Release
@@ -79,7 +79,7 @@ def value_and_update(
       `loss`. It returns the loss (with `has_aux`, the pair), the parameters and the
       state, and with `return_norms` the gradients' norms, float32, in a tree like the
       parameters. Under `jax.jit` donate parameters and state, so that they change in
-      place. The function's own keyword arguments are:
+      place. The function's own keyword arguments, which `loss` does not get, are:
 
       - `key`: A key for stochastic rounding of BF16 parameters; see
         `coat.fused_update`.
@@ -91,9 +91,10 @@ def value_and_update(
         scalar.
       ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
         The returned function raises it for optimizers as above, for a key that `tx`
-        has no use for, for `max_loss` without `skip_not_finite`, for parameters that
-        two layers read, and within `jax.pmap` and `jax.shard_map(check_vma=False)`,
-        where gradients are not summed over devices.
+        has no use for, for `max_loss` without `skip_not_finite`, for an argument of
+        `loss` with the name of an option here that it does not get by position, for
+        parameters that two layers read, and within `jax.pmap` and
+        `jax.shard_map(check_vma=False)`, where gradients are not summed over devices.
 
     Warns:
       UserWarning: If a parameter is a stack under `jax.lax.scan`, as `flax.nnx.scan`
@@ -138,6 +139,9 @@ def value_and_update(
     ) -> tuple:
         if max_loss is not None and not skip_not_finite:
             raise ValueError("max_loss needs skip_not_finite, which skips the step")
+        options = {"key": key, "max_loss": max_loss}
+        names = [name for name, option in options.items() if option is not None]
+        _check_names(loss, (params, *args), names)
         check_axes()
         whole = Parameters(params, opt_state)
         _check_floating(whole)
@@ -151,12 +155,8 @@ def value_and_update(
         release = Release(params=whole)
 
         def tapped_loss(leaves, states, sums):
-            release.leaves, release.states, release.sums = leaves, states, sums
-            token = taps.active.set(release)
-            try:
-                return loss(release.tapped(), *args, **kwargs)
-            finally:
-                taps.active.reset(token)
+            with release.tapped(leaves, states, sums) as params:
+                return loss(params, *args, **kwargs)
 
         states = [whole.state_of(j) for j in range(len(whole.leaves))]
         arguments = whole.leaves, as_floats(states), jnp.zeros(len(states))
@@ -239,6 +239,27 @@ def _on_all(ok: Bool[Array, ""]) -> Bool[Array, ""]:
     """
     axes = tuple(versions.varying_axes(ok))
     return lax.pmin(ok.astype(jnp.int32), axes) > 0 if axes else ok
+
+
+def _check_names(loss: Callable, arguments: tuple, names: Sequence[str]) -> None:
+    """Raises ValueError if an option of the step has the name of a loss's argument.
+
+    Args:
+      loss: The loss.
+      arguments: The arguments that the loss gets by position.
+      names: The names of the options.
+    """
+    try:
+        signature = inspect.signature(loss)
+        bound = signature.bind_partial(*arguments).arguments
+    except (TypeError, ValueError):  # The call of the loss says what is wrong.
+        return
+    for name in names:
+        if name in signature.parameters and name not in bound:
+            raise ValueError(
+                f"{name} is an option of the step, which the loss does not get, but "
+                f"the loss has an argument {name!r}, too: give it by position"
+            )
 
 
 def _check_loss(value: Any) -> None:

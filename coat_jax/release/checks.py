@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from coat_jax.optimizers.fused import NotFusedError, fused_update
 from coat_jax.optimizers.places import fields_of
 from coat_jax.programs.graph import dependences, written_out
-from coat_jax.programs.primitives import all_eqns, bodies_of, is_layout
+from coat_jax.programs.primitives import all_eqns, bodies_of, is_elementwise, is_layout
 from coat_jax.release.members import is_large
 from coat_jax.release.parts import Optimizer, Parameters
 from pallas_kernels import versions
@@ -155,51 +155,80 @@ def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) 
     with operations.unexplained():
         program = jax.make_jaxpr(lambda leaves: loss(params.treedef.unflatten(leaves)))
         program = program(params.leaves).jaxpr
-    stacks = _scanned(program, range(len(shapes)))
+    stacks = _scanned(program, [frozenset({j}) for j in range(len(shapes))], shapes)
     for j in sorted(stacks.intersection(large)):
         warnings.warn(
             f"all gradients of {params.names[j]} {list(shapes[j])} exist at once, "
             "because its layers are under jax.lax.scan, flax.nnx.scan or "
             "flax.linen.scan, or under coat.scan_layers within jax.jit, "
             "jax.checkpoint, jax.lax.cond or coat.apply_layer. Call coat.scan_layers "
-            "from the loss itself, which steps one layer at a time",
+            "from the loss itself with the parameters unchanged, which steps one layer "
+            "at a time",
             stacklevel=4,
         )
         return
 
 
-def _scanned(program: Jaxpr, indices: Sequence[int | None]) -> set[int]:
-    """Returns the indices of the arguments that a scan slices, at any depth.
+def _scanned(
+    program: Jaxpr, operands: Sequence[_Indices], shapes: Sequence[tuple[int, ...]]
+) -> set[int]:
+    """Returns the indices of the parameters that a scan slices, at any depth.
 
-    Arguments after `jax.lax.stop_gradient` have no gradients and do not count.
+    Stacks that a program computes from parameters count as these parameters; see
+    `_stacks_after`.
 
     Args:
       program: The program.
-      indices: The index of each argument, or None.
+      operands: The indices of the parameters that each argument stands for.
+      shapes: The shape of each parameter.
     """
     program = written_out(program)
-    index = dict(zip(program.invars, indices, strict=True))
+    index = dict(zip(program.invars, operands, strict=True))
     scanned: set[int] = set()
     for eqn in program.eqns:
-        operands = [
-            None if isinstance(x, Literal) else index.get(x) for x in eqn.invars
+        values = [
+            _NONE if isinstance(x, Literal) else index.get(x, _NONE) for x in eqn.invars
         ]
-        if is_layout(eqn) and eqn.primitive.name != "stop_gradient":
-            index |= dict.fromkeys(eqn.outvars, operands[0])
+        for result in eqn.outvars:
+            index[result] = _stacks_after(eqn, result, values, shapes)
         is_scan = eqn.primitive.name == "scan"
         for body in bodies_of(eqn):
             # The first operand of `cond` says which of its programs runs.
-            inputs = operands[-len(body.invars) :] if body.invars else []
+            inputs = values[-len(body.invars) :] if body.invars else []
             if is_scan:
-                pairs = zip(body.invars, eqn.invars, inputs, strict=True)
-                scanned |= {
-                    j
-                    for x, stack, j in pairs
-                    if j is not None and x.aval.shape == stack.aval.shape[1:]
-                }
+                for x, stack, stands in zip(
+                    body.invars, eqn.invars, inputs, strict=True
+                ):
+                    if stands and x.aval.shape == stack.aval.shape[1:]:
+                        scanned |= stands
             elif eqn.primitive.name != "while":
-                scanned |= _scanned(body, inputs)
+                scanned |= _scanned(body, inputs, shapes)
     return scanned
+
+
+def _stacks_after(
+    eqn: JaxprEqn,
+    result: Var,
+    operands: Sequence[_Indices],
+    shapes: Sequence[tuple[int, ...]],
+) -> _Indices:
+    """Returns the indices of the parameters that a result stands for.
+
+    A result stands for a parameter that an operation moves, converts or cuts, or from
+    which it computes an array of the parameter's shape. Elementwise operations may also
+    compute an array of the operand's shape. Arrays without gradients, as after
+    `jax.lax.stop_gradient`, stand for no parameter, and neither do larger arrays.
+    """
+    dtype = getattr(result.aval, "dtype", jnp.bool_)  # Tokens have none.
+    is_differentiable = jnp.issubdtype(dtype, jnp.inexact)
+    if eqn.primitive.name == "stop_gradient" or not is_differentiable:
+        return _NONE
+    shape, stands = result.aval.shape, set()
+    for x, indices in zip(eqn.invars, operands, strict=True):
+        is_moved = is_layout(eqn) and result.aval.size <= x.aval.size
+        is_changed = is_elementwise(eqn) and shape == x.aval.shape
+        stands |= {j for j in indices if is_moved or is_changed or shape == shapes[j]}
+    return frozenset(stands)
 
 
 def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:

@@ -85,7 +85,8 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
         return leaves, as_floats(states), None, *cotangents
 
     run.defvjp(fwd, bwd)
-    return run(owned.leaves, owned.states, release.sums, owned.extras, shared, x)
+    extras = owned.extras(params)
+    return run(owned.leaves, owned.states, release.sums, extras, shared, x)
 
 
 def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
@@ -135,7 +136,7 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
     depth = _depth(stacked)
     release = taps.active.get()
     owned = TappedArrays.among(release, stacked, axes=2)
-    if owned is None:
+    if owned is None or not depth:
         return lax.scan(lambda x, params: (fn(params, x), None), x, stacked)[0]
     owned.check_states(depth)
     layer, shared = _converted(fn, jax.tree.map(first_layer, stacked), x)
@@ -152,7 +153,8 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
         return lax.scan(body, x, (leaves, extras))[0]
 
     run.defvjp(scan.forward, scan.backward)
-    return run(owned.leaves, owned.states, release.sums, owned.extras, shared, x)
+    extras = owned.extras(stacked)
+    return run(owned.leaves, owned.states, release.sums, extras, shared, x)
 
 
 def _converted(fn: Callable, params: Any, x: Any) -> tuple[Callable, list]:

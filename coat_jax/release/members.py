@@ -23,14 +23,13 @@ class TappedArrays:
     Attributes:
       release: The step of `coat.value_and_update` that is being traced.
       treedef: The structure of the tree of all arrays.
-      of: The index of each array among all parameters, or None for one of `extras`.
-      extras: The arrays that are not parameters, or have too few axes.
+      of: The index of each array among all parameters, or None for arrays that
+        are not parameters, or have too few axes.
     """
 
     release: Release
     treedef: Any
     of: Sequence[int | None]
-    extras: Sequence[Any]
 
     @classmethod
     def among(
@@ -59,8 +58,7 @@ class TappedArrays:
         if not release.is_traced_here():
             release.warn(taps.WITHIN)
             return None
-        extras = [x for x, j in zip(arrays, of, strict=True) if j is None]
-        return cls(release=release, treedef=treedef, of=of, extras=extras)
+        return cls(release=release, treedef=treedef, of=of)
 
     @property
     def indices(self) -> list[int]:
@@ -76,6 +74,11 @@ class TappedArrays:
     def states(self) -> list:
         """The parameters' states, as `as_floats` returns them."""
         return [self.release.states[j] for j in self.indices]
+
+    def extras(self, tree: Any) -> list[Any]:
+        """Returns the arrays of the tree that are not these parameters."""
+        pairs = zip(jax.tree.leaves(tree), self.of, strict=True)
+        return [x for x, j in pairs if j is None]
 
     def stored(self, floats: Sequence) -> list:
         """Returns the parameters' states in their own dtypes; inverts `as_floats`."""

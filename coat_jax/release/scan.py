@@ -16,42 +16,54 @@ from coat_jax.release.parts import as_floats
 from coat_jax.release.taps import Release, trace_of
 
 
+@dataclasses.dataclass(frozen=True)
 class SavedArrays:
-    """The residuals of a layer, by their origin.
+    """The origins of a layer's residuals.
 
     A vjp function is a pytree of residuals. Residuals that are the layer's parameters
     are read from the stacks again, and residuals that are the same for all layers are
     saved once. All other residuals are saved for each layer.
 
-    Args:
-      vjp: The vjp function of the layer.
-      params: The layer's parameters and other arrays.
-      carry: The layer's input, which differs between layers.
-
     Attributes:
-      by_layer: The residuals to save for each layer.
-      constants: The residuals that are the same for all layers.
+      treedef: The structure of the vjp function.
+      of: The kind of each residual and its index among the arrays of this kind.
     """
 
-    def __init__(self, vjp: Any, params: Any, carry: Any):
-        arrays, self._vjp = jax.tree.flatten(vjp)
+    treedef: Any
+    of: Sequence[tuple[str, int]]
+
+    @classmethod
+    def among(
+        cls, vjp: Any, params: Any, carry: Any
+    ) -> "tuple[SavedArrays, list[Array], list[Array]]":
+        """Sorts the residuals of a layer.
+
+        Args:
+          vjp: The vjp function of the layer.
+          params: The layer's parameters and other arrays.
+          carry: The layer's input, which differs between layers.
+
+        Returns:
+          The origins, the residuals to save for each layer, and the residuals that are
+          the same for all layers.
+        """
+        arrays, treedef = jax.tree.flatten(vjp)
         index_of = {id(x): k for k, x in enumerate(jax.tree.leaves(params))}
         trace = next((t for t in map(trace_of, jax.tree.leaves(carry)) if t), None)
-        self._of: list[tuple[str, int]] = []
-        self.by_layer: list[Array] = []
-        self.constants: list[Array] = []
+        origins: list[tuple[str, int]] = []
+        by_layer: list[Array] = []
+        constants: list[Array] = []
         for x in arrays:
             if id(x) in index_of:
-                self._of.append(("params", index_of[id(x)]))
+                origins.append(("params", index_of[id(x)]))
                 continue
             varies = trace_of(x) is trace
-            kind, saved = (
-                ("by_layer", self.by_layer) if varies else ("constants", self.constants)
-            )
+            kind, saved = ("by_layer", by_layer) if varies else ("constants", constants)
             same = next((k for k, y in enumerate(saved) if y is x), None)
-            self._of.append((kind, len(saved) if same is None else same))
+            origins.append((kind, len(saved) if same is None else same))
             if same is None:
                 saved.append(x)
+        return cls(treedef, origins), by_layer, constants
 
     def vjp(self, params: Any, by_layer: Sequence[Array], constants: Sequence) -> Any:
         """Returns the vjp function of a layer, assembled from its residuals.
@@ -66,7 +78,7 @@ class SavedArrays:
             "by_layer": by_layer,
             "constants": constants,
         }
-        return jax.tree.unflatten(self._vjp, [arrays[kind][k] for kind, k in self._of])
+        return self.treedef.unflatten([arrays[kind][k] for kind, k in self.of])
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -78,7 +90,7 @@ class Scan:
       owned: The parameters among the stacks.
       layer: The layer, a function of its arrays, its input and the shared arrays.
       depth: The number of layers.
-      saved: The residuals of a layer; None until the forward pass is traced.
+      saved: The origins of a layer's residuals; None until the forward pass is traced.
     """
 
     release: Release
@@ -90,17 +102,18 @@ class Scan:
     def forward(self, leaves, states, sums, extras, shared, x):
         """Returns the last layer's output, and the residuals."""
         del sums
+        constants: list[Array] = []
 
         def body(x, arrays):
             def plain(leaves, extras, shared, x):
                 return self.layer(self.owned.merged(leaves, extras), x, shared)
 
             y, vjp = jax.vjp(plain, *arrays, shared, x)
-            self.saved = SavedArrays(vjp, arrays, x)
-            return y, self.saved.by_layer
+            self.saved, by_layer, constants[:] = SavedArrays.among(vjp, arrays, x)
+            return y, by_layer
 
         y, by_layer = lax.scan(body, x, (leaves, extras))
-        return y, (leaves, states, extras, shared, by_layer, self.saved.constants)
+        return y, (leaves, states, extras, shared, by_layer, constants)
 
     def backward(self, residuals, dy):
         """Runs the layers backward; returns a cotangent for each argument of `forward`.
@@ -134,7 +147,7 @@ class Scan:
             return (stepped, sums, dshared, dx), _differentiable(dother)
 
         stepped = () if norm else (leaves, states)
-        carry = (stepped, jnp.zeros(len(self.release.leaves)), _zeros(shared), dy)
+        carry = (stepped, self.release.no_squares(), _zeros(shared), dy)
         layers = jnp.arange(self.depth), extras, by_layer
         carry, dothers = lax.scan(body, carry, layers, reverse=True)
         stepped, sums, dshared, dx = carry

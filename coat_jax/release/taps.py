@@ -7,10 +7,11 @@ optimizer is a second argument of the tap, and its cotangent is the state after 
 step. So the gradient is read by the step alone, as soon as it is complete.
 """
 
+import contextlib
 import contextvars
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -72,16 +73,33 @@ class Release:
     stacked: set[int] = dataclasses.field(default_factory=set)
     has_warned: bool = False
 
-    def tapped(self) -> Any:
-        """Returns the tree of parameters after their taps."""
+    @contextlib.contextmanager
+    def tapped(
+        self, leaves: Sequence[Array], states: Sequence[Nodes], sums: Array
+    ) -> Iterator[Any]:
+        """Yields the tree of parameters after their taps, to the loss in this context.
+
+        The arrays of the loss are forgotten at the end, because its backward pass keeps
+        this object.
+
+        Args:
+          leaves: The parameters, as arguments of the differentiated loss.
+          states: The parameters' states, as arguments of the differentiated loss.
+          sums: The argument with an element for each parameter.
+        """
+        self.leaves, self.states, self.sums = leaves, states, sums
         self.trace = versions.current_trace()
         self.taps = [
-            _tap(self, j)(leaf, state, self.sums)
-            for j, (leaf, state) in enumerate(
-                zip(self.leaves, self.states, strict=True)
-            )
+            _tap(self, j)(leaf, state, sums)
+            for j, (leaf, state) in enumerate(zip(leaves, states, strict=True))
         ]
-        return self.params.treedef.unflatten(self.taps)
+        token = active.set(self)
+        try:
+            yield self.params.treedef.unflatten(self.taps)
+        finally:
+            active.reset(token)
+            self.leaves = self.states = self.taps = ()
+            self.sums = self.trace = None
 
     def is_traced_here(self) -> bool:
         """Returns whether no transformation of JAX is between the loss and this call.
@@ -138,6 +156,10 @@ class Release:
         leaves, state = self.optimizer.step(grads, leaves, states, **options)
         return leaves, self.params.states_after(state, list(grads))
 
+    def no_squares(self) -> Float[Array, " parameters"]:
+        """Returns a zero for each parameter."""
+        return jnp.zeros(len(self.params.leaves))
+
     def squares(
         self, indices: Sequence[int], grads: Sequence[Array]
     ) -> Float[Array, " parameters"]:
@@ -150,7 +172,7 @@ class Release:
             squares = jnp.sum(jnp.square(grad.astype(jnp.float32)))
             axes = tuple(versions.varying_axes(grad))
             sums.append(lax.psum(squares, axes) if axes else squares)
-        return jnp.zeros(len(self.leaves)).at[jnp.array(indices)].set(jnp.stack(sums))
+        return self.no_squares().at[jnp.array(indices)].set(jnp.stack(sums))
 
 
 def trace_of(x: Any) -> Any:

@@ -21,6 +21,7 @@ from coat_jax.programs.primitives import (
     Kind,
     entry_of,
     has_pole,
+    is_elementwise,
     is_layout,
     kind_of,
     variables,
@@ -80,7 +81,7 @@ class Known(NamedTuple):
 
 def is_cheap(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation may be repeated in the backward pass."""
-    return is_layout(eqn) or kind_of(eqn) is Kind.ELEMENTWISE
+    return is_layout(eqn) or is_elementwise(eqn)
 
 
 class Errors:

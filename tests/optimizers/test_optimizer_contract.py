@@ -46,6 +46,12 @@ def test_updates_and_state_keep_their_types_and_compile_once(make):
     assert traced == [1]
 
 
+def test_parameters_that_step_together_promote_no_ranks():
+    params, tx = {name: jnp.ones(SHAPE) for name in "ab"}, coat.fp8_adamw(1e-2)
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(tx.update, params, tx.init(params), params)
+
+
 def test_extra_arguments_are_passed_by():
     extra = {"value": 1.0, "not_expected": 2}
     params, grads = jnp.ones(SHAPE), jnp.asarray(gradients(0))

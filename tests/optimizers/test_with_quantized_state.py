@@ -211,6 +211,20 @@ def test_fields_that_nobody_knows_stay_as_they_are_with_a_warning():
     assert not quantized_leaves(state)
 
 
+def test_averages_of_projected_gradients_stay_as_they_are_with_a_warning():
+    def projected(of):
+        return optax.contrib.scale_by_galore(rank=32, base_optimizer=of)
+
+    adam = optax.scale_by_adam()
+    with pytest.warns(UserWarning, match=r"shapes of .*\.mu, .*\.nu are not"):
+        updates, state = stepped(coat.with_quantized_state(projected(adam)), 1)
+    expected, _ = stepped(projected(adam), 1)
+    np.testing.assert_array_equal(updates["w"], expected["w"])
+    assert not quantized_leaves(state)
+    inside = projected(coat.with_quantized_state(adam))
+    assert len(quantized_leaves(inside.init({"w": jnp.ones((512, 512))}))) == 2
+
+
 def test_an_average_that_does_not_start_at_zero_is_refused():
     saved = {"speed": coat.Moment(), "anchor": None}
     with pytest.raises(ValueError, match=r"\.speed.*does not start at zero"):

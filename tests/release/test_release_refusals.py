@@ -176,6 +176,19 @@ def test_bad_arguments_are_named():
         step(bf16, state)
 
 
+def test_options_do_not_hide_arguments_of_the_loss():
+    def loss(params, key=None, max_loss=None):
+        return params["w"].sum() * (1.0 if key is None else jax.random.uniform(key))
+
+    params, tx, key = {"w": jnp.ones(3)}, coat.fp8_adamw(1e-3), jax.random.key(0)
+    step = coat.value_and_update(loss, tx, skip_not_finite=True)
+    for name, option in {"key": key, "max_loss": 1.0}.items():
+        with pytest.raises(ValueError, match=f"{name} is an option.*by position"):
+            step(params, tx.init(params), **{name: option})
+    value, _, _ = step(params, tx.init(params), key, 2.0, key=key, max_loss=4.0)
+    assert value == 3 * jax.random.uniform(key)
+
+
 @pytest.mark.parametrize(
     "stacked", [{}, {"a": jnp.ones(())}, {"a": jnp.ones((2, 3)), "b": jnp.ones(3)}]
 )
@@ -272,17 +285,44 @@ def test_layers_of_arrays_that_the_loss_computes_give_one_warning(name, apply):
     assert [warning.filename for warning in record] == [__file__]
 
 
-@pytest.mark.parametrize("name", ORDINARY)
-def test_layers_of_other_arrays_give_no_warning(name):
-    traced_step(ORDINARY[name])
-
-
 AROUND = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
     "cond": lambda loss: lambda p: jax.lax.cond(p["w"][0, 0, 0] > 0, loss, loss, p),
     "layer": lambda loss: lambda p: coat.apply_layer(lambda p, _: loss(p), 0.0, p),
 }
+CHANGED = {
+    "scaled": lambda w: 2 * w,
+    "chosen": lambda w: jnp.where(w > 0, w, 0),
+    "normalized": lambda w: w / jnp.linalg.norm(w, axis=-1, keepdims=True),
+    "cut and scaled": lambda w: 2 * w[:, :500],
+    "in another order": lambda w: w[jnp.array([1, 0])],
+    "by a condition": lambda w: jax.lax.cond(w[0, 0, 0] > 0, lambda w: -w, jnp.tanh, w),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("around", ["jit", "checkpoint", "cond"])
+def test_stacks_that_change_within_a_transformation_give_a_warning(around, name):
+    with pytest.warns(UserWarning, match=r"params\['w'\].*parameters unchanged"):
+        traced_step(lambda p: CHANGED[name](p["w"]), around=AROUND[around])
+
+
+FROM = {
+    "frozen": lambda p: 2 * jax.lax.stop_gradient(p["w"]),
+    "a number": lambda p: jnp.ones((2, 300)) * p["w"][0, 0, 0],
+    "activations": lambda p: jnp.ones((5, 999)) @ p["w"][0],
+}
+
+
+@pytest.mark.parametrize("name", FROM)
+def test_arrays_that_are_no_changed_stack_give_no_warning(name):
+    traced_step(FROM[name], around=jax.jit)
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_layers_of_other_arrays_give_no_warning(name):
+    traced_step(ORDINARY[name])
 
 
 @pytest.mark.parametrize("around", AROUND)

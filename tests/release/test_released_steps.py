@@ -10,6 +10,7 @@ from flax import nnx
 from flax.core import meta
 from helpers.marks import slow, slow_except
 from helpers.released import (
+    LAYERS,
     SCANNED,
     SGD,
     after,
@@ -209,6 +210,32 @@ def test_layers_and_losses_may_be_wrapped(name):
     assert_step_is_plain(WRAPPED[name])
 
 
+@pytest.mark.parametrize("max_norm", [None, slow(1.0)])
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unrolled"])
+def test_steps_leave_no_arrays_of_a_trace(stacked, max_norm):
+    """Layers have parameters, arrays of the loss, and arrays that they close over."""
+    apply = (coat.apply_layer, coat.scan_layers)[stacked]
+
+    def loss(params, tokens):
+        scale, shift = params["unread"][0, :64], params["unread"][1, :LAYERS]
+
+        def changed(p, x):
+            params, shift = p
+            return layer(params, x) * scale + shift.sum()
+
+        def run(_, x, layers):
+            for part in [layers] if stacked else layers:
+                x = apply(changed, x, (part, shift * scale[0]))
+            return x
+
+        return loss_of(run)(params, tokens)
+
+    params = parameters(stacked=stacked)
+    step = jax.jit(coat.value_and_update(loss, SGD, max_norm=max_norm))
+    with jax.checking_leaks():
+        step.lower(params, SGD.init(params), tokens())
+
+
 def test_a_single_layer_and_no_layers_parameters():
     params = parameters(stacked=True)
     first = jax.tree.map(lambda p: p[:1], params.pop("layers"))
@@ -218,6 +245,12 @@ def test_a_single_layer_and_no_layers_parameters():
 
     assert_steps_equal(frozen, SGD, params | {"layers": first}, tokens())
     assert_steps_equal(frozen, SGD, params, tokens())
+
+
+def test_a_stack_of_no_layers():
+    params = parameters(stacked=True)
+    params["layers"] = jax.tree.map(lambda p: p[:0], params["layers"])
+    assert_steps_equal(SCANNED, SGD, params, tokens(), steps=1)
 
 
 def test_auxiliary_data_comes_back_with_the_ordinary_step():
