@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from coat_jax.release.api import value_and_update
     from coat_jax.release.layers import apply_layer, scan_layers
     from coat_jax.remat.api import fp8_remat
+    from coat_jax.remat.gradients import gradient_report
     from coat_jax.remat.report import memory_report, residual_report
 
 __version__ = "0.1.0"
@@ -67,6 +68,7 @@ __all__ = [
     "from_optax_state",
     "fused_update",
     "generate",
+    "gradient_report",
     "health_report",
     "largest_batch",
     "memory_report",
@@ -107,6 +109,7 @@ lazy.attach(
         "coat_jax.release.api": "value_and_update",
         "coat_jax.release.layers": "apply_layer scan_layers",
         "coat_jax.remat.api": "fp8_remat",
+        "coat_jax.remat.gradients": "gradient_report",
         "coat_jax.remat.report": "memory_report residual_report",
     },
 )
