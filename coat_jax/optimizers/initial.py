@@ -75,7 +75,7 @@ def initial_state(
         if isinstance(choice := choices.of(record, path[-1].name), Moment)
     }
     _check_names(choices.moments, fields)
-    if others := _of_other_shapes(leaves, moments, arrays_by_path):
+    if others := _of_other_shapes(leaves, moments, arrays_by_path, fields):
         _warn_of_shapes([f"{fields[field]}.{field[-1].name}" for field in others])
         moments = {f: moment for f, moment in moments.items() if f not in others}
     by_default = {
@@ -128,6 +128,7 @@ def _of_other_shapes(
     leaves: Sequence[tuple[Path, Any]],
     moments: Collection[Path],
     params: Mapping[Path, Any],
+    fields: Mapping[Path, str],
 ) -> list[Path]:
     """Returns the fields that average something else than whole gradients.
 
@@ -137,14 +138,15 @@ def _of_other_shapes(
       leaves: The arrays of the state, with their paths.
       moments: The paths of the fields to look at.
       params: The parameters by their paths.
+      fields: The state's `fields_of`, as a dict.
     """
-
-    def differs(field, path, leaf):
-        place = path[len(field) :]
-        is_average = path[: len(field)] == field and place in params
-        return is_average and jnp.shape(params[place]) != leaf.shape
-
-    return [field for field in moments if any(differs(field, *x) for x in leaves)]
+    # A field within an average is a part of the parameters' container.
+    strange = {
+        path
+        for path, leaf in leaves
+        if field_of(path, leaf.shape, params, fields)[0] is None
+    }
+    return [f for f in moments if any((*f, *place) in strange for place in params)]
 
 
 def _averages_of_ratios(

@@ -1,4 +1,4 @@
-"""Reports of how far the gradients of a program are from those of another one."""
+"""Reports that compare the gradients of two functions."""
 
 import dataclasses
 from collections.abc import Callable
@@ -74,7 +74,7 @@ class GradientReport:
 def gradient_report(
     fn: Callable[..., Any], reference: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> GradientReport:
-    """Compares the gradients of a function with those of a reference.
+    """Compares the gradients of a function with a reference's gradients.
 
     Both functions run once on the same arguments, and are differentiated with respect
     to all floating arrays in `args`. If the result is not one number, the gradient is

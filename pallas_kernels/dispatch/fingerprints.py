@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-# Values whose representation says all that they are.
+# Types of values that are the same if they print the same.
 _WRITTEN = (
     *(type(None), bool, int, float, str, bytes, enum.Enum, np.dtype),
     *(jax.tree_util.PyTreeDef, jax.sharding.Sharding, jax.sharding.AbstractMesh),

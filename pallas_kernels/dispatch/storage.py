@@ -25,7 +25,7 @@ from pallas_kernels.checks import warn_once
 from pallas_kernels.dispatch.custom_calls import Call, Calls
 from pallas_kernels.dispatch.fingerprints import UnknownError, fingerprint
 
-# To be changed with what `Calls` has, and with what is removed from kernels.
+# It changes with what `Calls` has, and with what is removed from kernels.
 _FORMAT = "1"
 _FOLDER = "coat_kernels"
 

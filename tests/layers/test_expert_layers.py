@@ -319,10 +319,10 @@ def test_an_expert_with_small_weights_keeps_its_gradients():
     for name in ("gate_up", "down"):
         gradients = expected[name][:COUNT]
         largest = np.abs(gradients).max(axis=tuple(range(1, gradients.ndim)))
-        # An expert has no tokens.
-        assert (largest > 0).tolist() == [True, True, True, True, False]
+        chosen = np.flatnonzero(largest)
+        assert len(chosen) == COUNT - 1  # An expert has no tokens.
         assert np.median(largest) < 2e-5 * largest.max()
-        for expert in range(COUNT - 1):
+        for expert in chosen:
             actual = dparams[name][expert].reshape(gradients[expert].shape)
             assert cosine(actual, gradients[expert]) > 0.99, (name, expert)
 

@@ -56,7 +56,7 @@ def test_edge_cases(gradient, expected, error, usual):
 
 
 def test_the_gradient_is_of_a_sum_with_random_weights():
-    # With equal weights this gradient would be zero.
+    # This gradient would be zero with equal weights.
     def reference(x, n):
         y = x - x.mean()
         return {"y": y, "n": n}
