@@ -26,6 +26,7 @@ from coat_jax.remat.shapes import (
     merged_axes,
     why_not_fp8,
 )
+from coat_jax.remat.shares import shares_of_sums
 from coat_jax.remat.sources import (
     computed_from,
     follows_cheaply,
@@ -146,6 +147,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     exact |= dict.fromkeys(
         repeated_factors(traced), "backward multiplies by it again and again"
     )
+    exact |= dict.fromkeys(shares_of_sums(traced), "shares of a sum add up to 1")
     ways: list[Any] = []
     for index, residual in enumerate(residuals):
         var = residual if isinstance(residual, core.Var) else None
