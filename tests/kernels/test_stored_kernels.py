@@ -10,11 +10,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_kernels as pk
 from pallas_kernels import checks
-from pallas_kernels.dispatch import lowering, storage
+from pallas_kernels.dispatch import fingerprints, lowering, storage
+from pallas_kernels.dispatch.fingerprints import UnknownError, fingerprint
 
 _F32, _BF16, _E4M3 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
 
@@ -165,3 +167,44 @@ def test_without_a_local_cache_nothing_is_stored(folder, launches, option, value
     jax.config.update(option, before)
     assert launches
     assert not folder.exists()
+
+
+FUNCTIONS = {
+    "a sum": lambda x, y: x + y,
+    "a difference": lambda x, y: x - y,
+    "its operands the other way": lambda x, y: y - x,
+    "the first argument": lambda x, y: x,
+    "the second argument": lambda x, y: y,
+    "a number": lambda x, y: x * 2,
+    "another number": lambda x, y: x * 3,
+    "a parameter": lambda x, y: x.reshape(2, 4),
+    "another parameter": lambda x, y: x.reshape(4, 2),
+    "another dtype": lambda x, y: x.astype(_BF16),
+    "a jitted function": lambda x, y: jax.jit(lambda x: x * 2)(x),
+    "another jitted function": lambda x, y: jax.jit(lambda x: x * 3)(x),
+    "a loop": lambda x, y: jax.lax.fori_loop(0, 3, lambda i, x: x * y, x),
+    "a longer loop": lambda x, y: jax.lax.fori_loop(0, 4, lambda i, x: x * y, x),
+}
+
+
+def test_programs_have_the_same_fingerprint_only_if_they_do_the_same():
+    def of(fn):
+        return fingerprint(jax.make_jaxpr(fn)(jnp.ones(8), jnp.ones(8)))
+
+    fingerprints = {name: of(fn) for name, fn in FUNCTIONS.items()}
+    assert len(set(fingerprints.values())) == len(FUNCTIONS)
+    assert of(lambda first, second: 2 * first) == of(lambda z, _: 2 * z)
+    assert of(lambda x, y: x * 2) == fingerprints["a number"]
+
+
+def test_numbers_of_numpy_count():
+    def of(number):
+        return fingerprint(jax.make_jaxpr(lambda x: x + number)(jnp.arange(3)))
+
+    assert of(np.int32(7)) == of(np.int32(7)) != of(np.int32(8))
+
+
+@pytest.mark.parametrize("value", [lambda: 0, object(), jax.jit(abs), iter(())])
+def test_functions_and_foreign_objects_have_no_fingerprint(value):
+    with pytest.raises(UnknownError, match="has no fingerprint"):
+        fingerprints._Reader().digest((1, {"value": value}))
