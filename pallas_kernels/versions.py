@@ -103,18 +103,18 @@ def varying_axes(x: Any) -> frozenset[str]:
     return aval.vma if manual_axes is None else manual_axes.varying
 
 
-def vjp_options() -> dict[str, Any]:
+def vjp_options() -> dict[str, Any] | None:
     """Returns keyword arguments of `defvjp` for a function under `jax.vmap`.
 
     All examples may share a result, such as a mean over a named axis of `jax.vmap`. The
     cotangent of this result then counts once. Before jax 0.12 there is no such option,
-    and the cotangent counts for every example.
+    and the cotangent counts for every example: the result is None within such an axis.
     """
-    options = inspect.signature(jax.custom_vjp.defvjp).parameters
-    if "generic_batching" not in options:
-        return {}
     of_devices = jax.sharding.get_abstract_mesh().manual_axes
-    return {"generic_batching": bool(axis_sizes().keys() - set(of_devices))}
+    is_named = bool(axis_sizes().keys() - set(of_devices))
+    if "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters:
+        return {"generic_batching": is_named}
+    return None if is_named else {}
 
 
 def axis_sizes() -> dict[Any, int]:

@@ -250,6 +250,22 @@ def _warn_of_examples(args: Sequence[Any], saved: Sequence[Any], planned: Plan) 
         )
 
 
+def _warn_of_shared(args: Sequence[Any], results: Sequence[Any]) -> None:
+    """Warns if examples that `jax.vmap` maps over share all results.
+
+    Some shared results, such as the running statistics of a norm, have no gradients.
+    """
+    examples = max(map(_examples, args), default=1)
+    floating = [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if examples > 1 and all(_examples(x) == 1 for x in floating):
+        warn_once(
+            f"on jax {jax.__version__} the gradient of a result that all {examples:,} "
+            "examples of a jax.vmap share, such as a mean over its named axis, counts "
+            f"{examples:,} times under fp8_remat. Use jax 0.12 or newer, or put "
+            "fp8_remat around the jax.vmap"
+        )
+
+
 def _as_it_is(fn: Callable) -> Callable:
     return fn
 
@@ -349,9 +365,12 @@ def _with_fp8_residuals(
         outputs, residuals = forward(key, *args)
         _, saved, planned, _ = residuals
         _warn_of_examples(args, saved, planned)
+        if batching is None:
+            _warn_of_shared(args, outputs)
         return outputs, residuals
 
-    run.defvjp(forward_of, gradients_of, **versions.vjp_options())
+    batching = versions.vjp_options()
+    run.defvjp(forward_of, gradients_of, **(batching or {}))
     return run
 
 

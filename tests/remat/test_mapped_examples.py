@@ -121,6 +121,18 @@ def test_a_result_that_all_examples_share_counts_once(inside):
     assert 0 < np.linalg.norm(difference) < 0.1 * np.linalg.norm(expected)
 
 
+@pytest.mark.skipif(SHARES_RESULTS, reason="jax 0.12 and newer count it once")
+def test_a_result_that_all_examples_share_gives_a_warning_before():
+    params, x = arrays()
+
+    def mean(params, x):
+        return lax.pmean(jnp.mean(normed(params, x)), "batch")
+
+    mapped = jax.vmap(coat.fp8_remat(mean), (None, 0), None, axis_name="batch")
+    with pytest.warns(UserWarning, match="put fp8_remat around the jax.vmap"):
+        jax.grad(mapped)(params, x)
+
+
 def test_collectives_of_equinox():
     class Model(eqx.Module):
         first: eqx.nn.Linear
