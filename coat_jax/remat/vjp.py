@@ -257,7 +257,7 @@ def _warn_of_shared(args: Sequence[Any], results: Sequence[Any]) -> None:
     """
     examples = max(map(_examples, args), default=1)
     floating = [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
-    if examples > 1 and all(_examples(x) == 1 for x in floating):
+    if floating and examples > 1 and all(_examples(x) == 1 for x in floating):
         warn_once(
             f"on jax {jax.__version__} the gradient of a result that all {examples:,} "
             "examples of a jax.vmap share, such as a mean over its named axis, counts "
