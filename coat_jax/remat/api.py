@@ -114,9 +114,10 @@ def fp8_remat[Target](
         `nn.compact`, becomes a function. An NNX module shares its variables with the
         result. Changes that a call makes to NNX objects persist, except changes to
         their parameters.
-      params_argnums: For functions, the positional arguments that are parameters. They
-        are saved by reference, neither copied nor quantized. The default is the first
-        argument, as in `f(params, x)`. NNX objects and values that a function closes
+      params_argnums: For functions, the positions of the arguments that are parameters,
+        also where a call passes them by name. Parameters are saved by reference,
+        neither copied nor quantized. The default is the first argument, as in
+        `f(params, x)`. NNX objects and values that a function closes
         over always count as parameters. Arguments that are not arrays are static.
       format: The format of the FP8 copies.
       group: The number of neighbours on the last axis that share a scale. Residuals
