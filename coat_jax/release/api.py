@@ -15,7 +15,7 @@ from coat_jax.release.checks import check_axes, check_layers, is_fused, warn_of_
 from coat_jax.release.parts import Clip, Optimizer, Parameters, as_floats
 from coat_jax.release.taps import Release
 from pallas_kernels import versions
-from pallas_kernels.checks import is_positive_number
+from pallas_kernels.checks import is_positive_number, typed_key
 
 
 def value_and_update(
@@ -145,6 +145,7 @@ def value_and_update(
         check_axes()
         whole = Parameters(params, opt_state)
         _check_floating(whole)
+        key = None if key is None else typed_key(key)
         fused = is_fused(tx, whole, opt_state)
         if key is not None and not fused:
             raise ValueError(

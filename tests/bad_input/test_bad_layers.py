@@ -76,17 +76,30 @@ refused(
     ["bf16", "te"],
     name="delayed scaling",
 )
-for option in ("vocab_size", "num_layers", "num_heads"):
+for option in ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "hidden_size"):
     refused(
         lambda v, name=option: llama.LlamaConfig(**(SIZES | {name: v})),
-        [0, -2],
+        [0, -2, "64", 64.0, None],
         name=option,
     )
+for option in ("dtype", "param_dtype"):
+    refused(
+        lambda v, name=option: llama.LlamaConfig(**SIZES, **{name: v}),
+        [jnp.int32, "int8", "bf16", 3],
+        name=f"{option} of a Llama",
+        contains=f"{option} must be a floating dtype",
+    )
 refused(
-    lambda v: llama.LlamaConfig(**SIZES, dtype=v),
-    [jnp.int32, "int8"],
-    name="dtype of a Llama",
-    contains="dtype must be floating",
+    lambda v: llama.LlamaConfig(**SIZES, rope_theta=v),
+    [0.0, -1, "x"],
+    name="rope_theta",
+)
+refused(lambda v: llama.LlamaConfig(**SIZES, experts=v), [8, "x"], name="experts")
+refused(
+    lambda v: llama.Llama(llama.LlamaConfig(**SIZES), rngs=nnx.Rngs(0))(v),
+    [[[1, 2]], jnp.ones((1, 8)), jnp.ones(8, jnp.int32), jnp.ones((0, 8), jnp.int32)],
+    name="tokens",
+    contains="tokens must ",
 )
 
 
