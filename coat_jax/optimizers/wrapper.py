@@ -93,6 +93,11 @@ def with_quantized_state(
         raise ValueError(
             f"rounding must be 'stochastic' or 'nearest', got {rounding!r}"
         )
+    if not isinstance(moments, Mapping | None):
+        raise ValueError(
+            "moments must be a dict from names of fields to coat.Moment, got "
+            f"{moments!r}"
+        )
     for field, moment in (moments or {}).items():
         if not isinstance(moment, Moment | None):
             raise ValueError(
