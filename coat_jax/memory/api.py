@@ -96,6 +96,8 @@ def estimate_memory(
         config = dataclasses.replace(config, recipe=recipe)
     if optimizer is None:
         optimizer = default_optimizer(config.recipe)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(f"optimizer must be an optax transformation, got {optimizer!r}")
     sizes = axis_sizes(mesh)
     local_batch = local_batch_of(positive_int("batch", batch), sizes)
     local_length = local_length_of(positive_int("sequence", sequence), sizes)

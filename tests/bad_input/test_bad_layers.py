@@ -9,7 +9,7 @@ from helpers.bad_input import BadInput, assert_refused
 import coat_jax as coat
 from coat_jax.fp8.matmul import linear
 from coat_jax.layers.decoder import DecoderLayer
-from coat_jax.models import llama
+from coat_jax.models import hf, llama
 
 X = jnp.ones((4, 256))
 INTEGERS = jnp.ones((4, 256), jnp.int32)
@@ -95,6 +95,15 @@ refused(
     name="rope_theta",
 )
 refused(lambda v: llama.LlamaConfig(**SIZES, experts=v), [8, "x"], name="experts")
+refused(
+    lambda v: hf.save(v, "model"),
+    ["model", llama.LlamaConfig(**SIZES)],
+    name="model to save",
+    contains="model must be a Llama, got ",
+)
+refused(
+    lambda v: hf.load("model", mesh=v), ["fsdp", {"fsdp": 2}], name="mesh of a model"
+)
 refused(
     lambda v: llama.Llama(llama.LlamaConfig(**SIZES), rngs=nnx.Rngs(0))(v),
     [[[1, 2]], jnp.ones((1, 8)), jnp.ones(8, jnp.int32), jnp.ones((0, 8), jnp.int32)],

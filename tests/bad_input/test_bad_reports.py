@@ -29,6 +29,7 @@ refused(
 for size in ("batch", "sequence"):
     refused(lambda v, name=size: estimated(**{name: v}), [0, -1, 1.5, None, True])
 refused(lambda v: estimated(mesh=v), [{"fsdp": 2}, "fsdp=2", 2], name="mesh")
+refused(lambda v: estimated(optimizer=v), ["adam", optax.adam], name="optimizer")
 refused(
     lambda v: estimated(mesh=jax.sharding.AbstractMesh((2,), (v,))),
     ["sequence", "pipeline"],
