@@ -71,13 +71,15 @@ def estimate_memory(
         structure of the model's `nnx.Param` state. By default "fsdp", "expert" and
         "context" split the second-to-last axis of every matrix, or the axis of experts.
       recipe: The recipe, if it is not the configuration's.
-      optimizer: The optimizer. By default it is `coat.fp8_adamw` for the recipes "coat"
-        and "coat_max", and `optax.adamw` with float32 moments for the others.
+      optimizer: The optimizer. By default it is `coat.fp8_adamw` for the recipes
+        "coat", "coat_max" and "coat_block", and `optax.adamw` with float32 moments for
+        the others.
       released: Whether the optimizer steps inside the backward pass, so that the
         gradients of one layer exist at a time.
 
     Raises:
-      TypeError: If `config` is not a `LlamaConfig`, or `mesh` is not a mesh.
+      TypeError: If `config` is not a `LlamaConfig`, `mesh` is not a mesh, or
+        `optimizer` is not an optax transformation.
       ValueError: If a size is not positive, the mesh has another axis, an axis does not
         divide what it splits, or `shardings` do not fit the parameters or have no mesh.
 

@@ -187,14 +187,14 @@ def broadcast(prefix: Any, params: Any, *, name: str) -> Any:
     try:
         return jax.tree.broadcast(prefix, params)
     except ValueError as error:
-        places, paths = map(by_path, (prefix, params))
+        starts, paths = map(by_path, (prefix, params))
         for path in paths:
-            if not any(path[: len(place)] == place for place in places):
+            if not any(path[: len(start)] == start for start in starts):
                 missing = jax.tree_util.keystr(path)
                 raise ValueError(f"{name} has nothing for params{missing}") from error
-        for place in places:
-            if not any(path[: len(place)] == place for path in paths):
-                surplus = jax.tree_util.keystr(place)
+        for start in starts:
+            if not any(path[: len(start)] == start for path in paths):
+                surplus = jax.tree_util.keystr(start)
                 raise ValueError(f"{name} has {surplus}, and params has not") from error
         structures = jax.tree.structure(params), jax.tree.structure(prefix)
         raise ValueError(

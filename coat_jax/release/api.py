@@ -91,8 +91,8 @@ def value_and_update(
         scalar.
       ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
         The returned function raises it for optimizers as above, for a key that `tx`
-        has no use for, for `max_loss` without `skip_not_finite`, for an argument of
-        `loss` with the name of an option here that it does not get by position, for
+        has no use for, for `max_loss` without `skip_not_finite`, for a `loss` with
+        an argument named `key` or `max_loss` that is not passed by position, for
         parameters that two layers read, and within `jax.pmap` and
         `jax.shard_map(check_vma=False)`, where gradients are not summed over devices.
 

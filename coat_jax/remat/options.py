@@ -51,7 +51,7 @@ class Options:
         return dataclasses.replace(self, rewrites=(rewrite, *self.rewrites))
 
     def _typed_key(self) -> jax.Array:
-        """Returns the key as a typed key, for a format whose codes can be rounded."""
+        """Returns the typed key; raises ValueError if it cannot round the format."""
         key = typed_key(self.key)
         if self.format.table is not None:
             raise ValueError(

@@ -36,9 +36,9 @@ def results_path(text: str) -> Path:
     path = Path(text)
     if path.suffix != ".json":
         raise argparse.ArgumentTypeError(f"a results file ends in .json, got {text!r}")
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=folder):
             return path
     except OSError as error:
         raise argparse.ArgumentTypeError(
