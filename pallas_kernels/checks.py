@@ -21,6 +21,13 @@ CODES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 WIDE = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
+def summary(value: Any) -> str:
+    """Returns the repr of a value, or its type if the repr is long or several lines."""
+    text = repr(value)
+    is_short = len(text) <= 200 and text.isprintable()
+    return text if is_short else f"an object of the type {type(value).__name__}"
+
+
 def check_dtype(name: str, dtype: DTypeLike, allowed: tuple) -> None:
     """Raises ValueError unless `dtype` is allowed."""
     if jnp.dtype(dtype) not in allowed:

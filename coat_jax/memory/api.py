@@ -27,7 +27,7 @@ from coat_jax.memory.shards import (
 from coat_jax.memory.step import estimate_step
 from coat_jax.models import llama
 from coat_jax.models.loss import chunk_of_logits
-from pallas_kernels.checks import is_positive_number, positive_int
+from pallas_kernels.checks import is_positive_number, positive_int, summary
 
 
 def estimate_memory(
@@ -93,7 +93,7 @@ def estimate_memory(
       (2, 'backward')
     """
     if not isinstance(config, llama.LlamaConfig):
-        raise TypeError(f"config must be a LlamaConfig, got {config!r}")
+        raise TypeError(f"config must be a LlamaConfig, got {summary(config)}")
     if recipe is not None:
         config = dataclasses.replace(config, recipe=recipe)
     if optimizer is None:

@@ -63,6 +63,7 @@ from coat_jax.remat.options import Options
 from coat_jax.remat.pytrees import is_pytree_module, pytree_module
 from coat_jax.remat.shard_maps import with_shard_maps
 from coat_jax.remat.trace import Residual
+from pallas_kernels.checks import summary
 
 
 def fp8_remat[Target](
@@ -195,7 +196,7 @@ def fp8_remat[Target](
         return over_nodes(target, argnums, options)
     raise TypeError(
         "fp8_remat takes a function, a Flax module, a Flax module class or a callable "
-        f"pytree with arrays, got {target!r}"
+        f"pytree with arrays, got {summary(target)}"
     )
 
 

@@ -89,6 +89,15 @@ refused(
 )
 
 
+for function in (coat.fp8_remat, coat.fp8, coat.residual_report, coat.dequantize):
+    refused(
+        function,
+        [jnp.ones((64, 64)), {"w": jnp.ones((64, 64))}],
+        name="large arrays",
+        contains="got an object of the type ",
+    )
+
+
 @TABLE.each
 def test_sizes_meshes_and_arrays_are_refused_by_name(call, contains):
     assert_refused(call, contains)
