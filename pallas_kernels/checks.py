@@ -3,6 +3,7 @@
 Errors state what is required and what was given.
 """
 
+import contextlib
 import functools
 import math
 import numbers
@@ -10,13 +11,21 @@ import operator
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 CODES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 WIDE = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+
+
+def summary(value: Any) -> str:
+    """Returns the repr of a value, or its type if the repr is long or several lines."""
+    text = repr(value)
+    is_short = len(text) <= 200 and text.isprintable()
+    return text if is_short else f"an object of the type {type(value).__name__}"
 
 
 def check_dtype(name: str, dtype: DTypeLike, allowed: tuple) -> None:
@@ -32,11 +41,22 @@ def check_shape(name: str, x: Array | None, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must have the shape {shape}, got {jnp.shape(x)}")
 
 
-def check_positive(**sizes: int) -> None:
-    """Raises ValueError unless all sizes are positive."""
+def check_positive(**sizes: Any) -> None:
+    """Raises ValueError unless all sizes are positive integers."""
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be positive, got {size}")
+        positive_int(name, size)
+
+
+def check_floating(**dtypes: Any) -> None:
+    """Raises ValueError unless all dtypes are floating."""
+    for name, dtype in dtypes.items():
+        try:
+            actual = jnp.dtype(dtype)
+        except TypeError:  # "bf16", for one, is no name of a dtype.
+            actual = None
+        if actual is None or not jnp.issubdtype(actual, jnp.floating):
+            value = repr(dtype) if actual is None else actual
+            raise ValueError(f"{name} must be a floating dtype, got {value}")
 
 
 def positive_int(name: str, value: Any) -> int:
@@ -75,6 +95,22 @@ def scalar(name: str, x: Any, *others: str | None) -> Float[Array, ""] | str | N
         actual = repr(x) if number is None else f"the shape {number.shape}"
         raise ValueError(f"{name} must be a scalar, got {actual}")
     return number
+
+
+def typed_key(key: Any) -> Key[Array, ""]:
+    """Returns a key as a typed key; a raw `jax.random.PRNGKey` is wrapped.
+
+    Raises:
+      ValueError: If `key` is not one key.
+    """
+    if getattr(key, "dtype", None) == jnp.uint32 and jnp.ndim(key) == 1:
+        with contextlib.suppress(TypeError, ValueError):  # It has another length.
+            key = jax.random.wrap_key_data(key)
+    dtype = getattr(key, "dtype", None)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not is_typed or jnp.shape(key):
+        raise ValueError(f"key must be one jax.random.key, got {key!r}")
+    return key
 
 
 @functools.cache

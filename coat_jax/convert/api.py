@@ -18,6 +18,7 @@ from coat_jax.remat.modules import over_nodes
 from coat_jax.remat.options import Options
 from coat_jax.remat.pytrees import is_pytree_module
 from coat_jax.remat.trace import Residual
+from pallas_kernels.checks import summary
 
 
 def fp8[Model](
@@ -104,7 +105,7 @@ def fp8[Model](
         return _function(model, rules, options)
     raise TypeError(
         "fp8 takes a Flax module, a callable pytree with arrays or a function, got "
-        f"{model!r}"
+        f"{summary(model)}"
     )
 
 

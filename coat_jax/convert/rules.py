@@ -106,10 +106,11 @@ def chosen_blocks(
                 blocks.append(path)
     if not blocks:
         tops = ", ".join(sorted({path.split("/")[0] for path in shapes})) or "none"
-        why = "has numbered modules of several matrices" if rule is None else "matches"
+        why = "no numbered module has several matrices"
         raise ValueError(
-            f"no block {why}; name them with blocks=, got blocks={rule!r} for a model "
-            f"with the parameters below {tops}"
+            f"{why if rule is None else 'no block matches'}, got blocks={rule!r} for a "
+            f"model with the parameters below {tops}; name its blocks with blocks=, or "
+            "take all of it as one block with blocks='.*'"
         )
     return blocks
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
 from coat_jax.layers.flash_attention import flash_attention, has_flash_attention
+from pallas_kernels.checks import is_positive_number
 from pallas_kernels.dispatch import array_types, devices, stand_ins
 from pallas_kernels.numerics import on_last_axes
 from pallas_kernels.ops.attention.api import check_heads, runs_kernel
@@ -49,7 +50,7 @@ class Scores:
                 ) from error
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and not 0 < value < float("inf"):
+            if value is not None and not is_positive_number(value):
                 raise ValueError(f"{field.name} must be positive, got {value!r}")
 
 

@@ -22,7 +22,7 @@ from coat_jax.layers.heads import HeadSteps, QkNorm
 from coat_jax.layers.rope import Rope, RopeScaling
 from coat_jax.quantization.delayed import OverwriteWithGradient, new_history
 from pallas_kernels import Activation, NormKind, Scaled
-from pallas_kernels.checks import check_positive
+from pallas_kernels.checks import check_floating, check_positive
 
 WEIGHTS = ("qkv", "out", "gate_up", "down")
 # The initial amax of a gradient. E5M2 covers 2**-31 of it, so a first gradient fits.
@@ -158,6 +158,7 @@ class DecoderLayer(nnx.Module):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
         )
+        check_floating(param_dtype=param_dtype)
         if head_dim % 2:
             raise ValueError(
                 f"head_dim must be even for rotary embeddings, got {head_dim}"

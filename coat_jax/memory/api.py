@@ -27,7 +27,7 @@ from coat_jax.memory.shards import (
 from coat_jax.memory.step import estimate_step
 from coat_jax.models import llama
 from coat_jax.models.loss import chunk_of_logits
-from pallas_kernels.checks import is_positive_number, positive_int
+from pallas_kernels.checks import is_positive_number, positive_int, summary
 
 
 def estimate_memory(
@@ -71,13 +71,15 @@ def estimate_memory(
         structure of the model's `nnx.Param` state. By default "fsdp", "expert" and
         "context" split the second-to-last axis of every matrix, or the axis of experts.
       recipe: The recipe, if it is not the configuration's.
-      optimizer: The optimizer. By default it is `coat.fp8_adamw` for the recipes "coat"
-        and "coat_max", and `optax.adamw` with float32 moments for the others.
+      optimizer: The optimizer. By default it is `coat.fp8_adamw` for the recipes
+        "coat", "coat_max" and "coat_block", and `optax.adamw` with float32 moments for
+        the others.
       released: Whether the optimizer steps inside the backward pass, so that the
         gradients of one layer exist at a time.
 
     Raises:
-      TypeError: If `config` is not a `LlamaConfig`, or `mesh` is not a mesh.
+      TypeError: If `config` is not a `LlamaConfig`, `mesh` is not a mesh, or
+        `optimizer` is not an optax transformation.
       ValueError: If a size is not positive, the mesh has another axis, an axis does not
         divide what it splits, or `shardings` do not fit the parameters or have no mesh.
 
@@ -91,11 +93,13 @@ def estimate_memory(
       (2, 'backward')
     """
     if not isinstance(config, llama.LlamaConfig):
-        raise TypeError(f"config must be a LlamaConfig, got {config!r}")
+        raise TypeError(f"config must be a LlamaConfig, got {summary(config)}")
     if recipe is not None:
         config = dataclasses.replace(config, recipe=recipe)
     if optimizer is None:
         optimizer = default_optimizer(config.recipe)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(f"optimizer must be an optax transformation, got {optimizer!r}")
     sizes = axis_sizes(mesh)
     local_batch = local_batch_of(positive_int("batch", batch), sizes)
     local_length = local_length_of(positive_int("sequence", sequence), sizes)

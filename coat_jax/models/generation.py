@@ -30,7 +30,7 @@ from coat_jax.models.prompts import (
     temperatures_of,
 )
 from coat_jax.models.sampling import Sampling
-from pallas_kernels.checks import positive_int
+from pallas_kernels.checks import positive_int, typed_key
 
 
 class Generated(NamedTuple):
@@ -126,7 +126,7 @@ def generate(
         tokens,
         starts,
         temperatures,
-        key if is_drawn else None,
+        typed_key(key) if is_drawn else None,
         table,
         max_new_tokens,
         stop_tokens,

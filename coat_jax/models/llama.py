@@ -95,6 +95,7 @@ class Llama(nnx.Module):
 
     def embed(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
         """Returns the embeddings of tokens, in `config.dtype`."""
+        check_shapes(tokens)
         context, axes = self.config.context, (self.config.batch_axes, None)
         if context is not None:
             axes = context.batch_axes, context.axis

@@ -12,7 +12,7 @@ from coat_jax.layers.experts.routing import Experts
 from coat_jax.layers.heads import QkNorm
 from coat_jax.layers.rope import RopeScaling
 from pallas_kernels import Activation, NormKind
-from pallas_kernels.checks import check_positive
+from pallas_kernels.checks import check_floating, check_positive, is_positive_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,11 +98,9 @@ class LlamaConfig:
     context: ContextParallel | None = None
 
     def __post_init__(self) -> None:
-        check_positive(
-            vocab_size=self.vocab_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-        )
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers")
+        sizes += ("num_heads", "num_kv_heads")
+        check_positive(**{name: getattr(self, name) for name in sizes})
         recipes.check_names(
             recipe=self.recipe,
             scaling=self.scaling,
@@ -111,13 +109,14 @@ class LlamaConfig:
             norm_placement=self.norm_placement,
             qk_norm=self.qk_norm,
         )
-        if not jnp.issubdtype(self.dtype, jnp.floating):
-            raise ValueError(f"dtype must be floating, got {jnp.dtype(self.dtype)}")
+        check_floating(dtype=self.dtype, param_dtype=self.param_dtype)
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 "num_heads must divide hidden_size where head_dim is None, got "
                 f"{self.num_heads}, {self.hidden_size}"
             )
+        if not isinstance(self.experts, Experts | None):
+            raise ValueError(f"experts must be llama.Experts, got {self.experts!r}")
         if self.experts is not None:
             recipes.check_experts(self.recipe, self.scaling, self.norm_placement)
         if self.context is not None:
@@ -143,9 +142,10 @@ class LlamaConfig:
             raise ValueError(f"local_layers need a window, got {self.window}")
         if self.local_rope_theta is not None and local is None:
             raise ValueError("local_rope_theta needs local_layers, got None")
-        cap = self.logit_softcap
-        if cap is not None and not 0 < cap < float("inf"):
-            raise ValueError(f"logit_softcap must be positive, got {cap!r}")
+        for name in ("rope_theta", "local_rope_theta", "logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and not is_positive_number(value):
+                raise ValueError(f"{name} must be positive, got {value!r}")
 
     @property
     def size_of_heads(self) -> int:

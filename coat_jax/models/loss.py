@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -53,8 +54,14 @@ weighted_loss.defvjp(_weighted_loss_fwd, _weighted_loss_bwd)
 def check_shapes(tokens: Int[Array, "b s"], **arrays: Array | None) -> None:
     """Raises ValueError unless each array is None or has the shape of `tokens`.
 
-    `tokens` must have two axes, and at least one token.
+    `tokens` must be integers, with two axes and at least one token.
     """
+    is_integer = isinstance(tokens, jax.Array | np.ndarray) and jnp.issubdtype(
+        tokens.dtype, jnp.integer
+    )
+    if not is_integer:
+        kind = getattr(tokens, "dtype", type(tokens).__name__)
+        raise ValueError(f"tokens must be an array of integers [b, s], got {kind}")
     if tokens.ndim != 2 or not tokens.size:
         raise ValueError(
             "tokens must have the shape [b, s] and at least one token, got "

@@ -25,7 +25,7 @@ from coat_jax.layers.functional import layer_norm
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.models.llama import apply_layers
 from coat_jax.remat.api import fp8_remat, rerun
-from pallas_kernels.checks import check_positive
+from pallas_kernels.checks import check_floating, check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,7 @@ class VitConfig:
         if self.recipe not in _PRECISIONS:
             names = ", ".join(_PRECISIONS)
             raise ValueError(f"recipe must be one of {names}, got {self.recipe!r}")
-        if not jnp.issubdtype(self.dtype, jnp.floating):
-            raise ValueError(f"dtype must be floating, got {jnp.dtype(self.dtype)}")
+        check_floating(dtype=self.dtype, param_dtype=self.param_dtype)
 
     @property
     def grid_size(self) -> int:

@@ -52,11 +52,11 @@ def scale_by_fp8_adam(
     The moments follow float32 moments for every b2. This has two reasons: scales are
     float32, and codes are rounded stochastically. The random bits are a function of
     step, parameter and element. So an average that moves by less than half a code per
-    step still moves as it should on average. COAT rounds to nearest, with which such an
-    average would stand still: with b2 = 0.999 this happens after gradients have become
-    100 times smaller, or near an element that was large once. On normally distributed
-    gradients, the mean of updates is within 1% of optax's. The error of single updates
-    is 9% of their size at b2 = 0.999, and 4% at 0.95.
+    step still moves as it should on average. Rounded to nearest, as in COAT, such an
+    average would not move at all: with b2 = 0.999 this happens after gradients have
+    become 100 times smaller, or in the group of an element that was large once. On
+    normally distributed gradients, the mean of updates is within 1% of optax's. The
+    error of single updates is 9% of their size at b2 = 0.999, and 4% at 0.95.
 
     As in `optax.scale_by_adam`, a gradient that is not finite spoils its element for
     good. Here, from the next step on, it spoils the whole group that shares the

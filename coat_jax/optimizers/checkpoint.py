@@ -224,9 +224,7 @@ def _check_tree(state: Any, like: Any) -> None:
 
 
 def _in_fp8_already(path: Any) -> ValueError:
-    return ValueError(
-        f"state{keystr(path)} is in FP8 already, and its counterpart is not"
-    )
+    return ValueError(f"state{keystr(path)} is in FP8 already, and `like` is not there")
 
 
 def _converted(path: Any, like: Any, new: Any) -> Any:

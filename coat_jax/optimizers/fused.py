@@ -17,6 +17,7 @@ from jaxtyping import Array, Key
 
 from coat_jax.optimizers.state import states_in
 from coat_jax.optimizers.step import Adam, Stacks, Target, adam_step
+from pallas_kernels.checks import typed_key
 
 _REQUEST = "coat_fused"  # The name of the extra argument.
 
@@ -76,7 +77,7 @@ def fused_update(
                 f"{name} has the state of an optimizer; the order of arguments is "
                 "fused_update(tx, grads, state, params)"
             )
-    request = FusedRequest(key=key)
+    request = FusedRequest(key=None if key is None else typed_key(key))
     return requested_update(tx, grads, state, params, request, **extra_args)
 
 

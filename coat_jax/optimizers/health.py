@@ -15,6 +15,7 @@ from coat_jax.optimizers.report import share
 from coat_jax.optimizers.trees import is_quantized, unboxed
 from coat_jax.quantization.array import QuantizedArray, tensor_scale
 from coat_jax.quantization.formats import E4M3, E5M2, Format
+from pallas_kernels.checks import summary
 from pallas_kernels.numerics import group_scale, magnitude, normal, reciprocal
 
 Role = Literal["operand", "saved", "gradient"]
@@ -155,7 +156,7 @@ def health_report(
         if _is_floating(leaf)
     }
     if not found:
-        raise ValueError(f"health_report needs a floating array, got {tree!r:.200}")
+        raise ValueError(f"health_report needs a floating array, got {summary(tree)}")
     layered = {path for path in found if not set(path.split("/")).isdisjoint(stacked)}
     if stacked and not layered:
         raise ValueError(

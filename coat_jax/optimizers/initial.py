@@ -21,7 +21,14 @@ from coat_jax.optimizers.moment import KNOWN, SIGNED, Moment
 from coat_jax.optimizers.places import Path, field_of, fields_of
 from coat_jax.optimizers.sharding import nbytes, zeros_like
 from coat_jax.optimizers.state import VERSION, Layout, QuantizedState, Rounding
-from coat_jax.optimizers.trees import by_path, in_boxes, is_box, is_quantized, unboxed
+from coat_jax.optimizers.trees import (
+    broadcast,
+    by_path,
+    in_boxes,
+    is_box,
+    is_quantized,
+    unboxed,
+)
 from coat_jax.programs.graph import dependences
 from coat_jax.programs.primitives import Operand
 from coat_jax.quantization.granularity import PerGroup
@@ -376,9 +383,7 @@ def _resolved_mask(mask: Any, params: optax.Params) -> Any:
                 f"quantize_mask{keystr(path)} must be a bool, got {allowed!r}"
             )
     return jax.tree.map(
-        lambda allowed, subtree: jax.tree.map(
-            lambda p: bool(allowed) and np.size(p) >= MIN_QUANTIZED_SIZE, subtree
-        ),
-        mask,
+        lambda allowed, p: bool(allowed) and np.size(p) >= MIN_QUANTIZED_SIZE,
+        broadcast(mask, params, name="quantize_mask"),
         params,
     )

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.places import field_of, fields_of
-from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
+from coat_jax.optimizers.trees import boxed, broadcast, is_quantized, unboxed
 from coat_jax.quantization.array import QuantizedArray, quantize_moment
 from coat_jax.quantization.granularity import PerGroup
 from pallas_kernels.dispatch.array_types import axis_names, parts_of, varying_alike
@@ -87,18 +87,16 @@ def opt_state_sharding(
 def _shardings_by_path(params: Any, shardings: Any) -> tuple[dict, jax.sharding.Mesh]:
     """Returns each parameter's shape and sharding by its path, and their mesh."""
 
-    def spread(sharding, params):
+    def sharded(sharding, param):
         if not isinstance(sharding, NamedSharding):
             raise ValueError(
                 f"params_sharding takes jax.NamedSharding(mesh, spec), got {sharding!r}"
             )
-        return jax.tree.map(
-            lambda p: jax.ShapeDtypeStruct(jnp.shape(p), p.dtype, sharding=sharding),
-            params,
-        )
+        return jax.ShapeDtypeStruct(jnp.shape(param), param.dtype, sharding=sharding)
 
-    spread_out = jax.tree.map(spread, shardings, params)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(spread_out)
+    of_params = broadcast(shardings, params, name="params_sharding")
+    tree = jax.tree.map(sharded, of_params, params)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     meshes = {leaf.sharding.mesh for _, leaf in leaves}
     if len(meshes) != 1:
         raise ValueError(f"params_sharding must name one mesh, got {len(meshes)}")

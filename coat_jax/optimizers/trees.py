@@ -153,7 +153,7 @@ def check_structure(
     *,
     name: str,
     is_leaf: Callable[[Any], bool],
-    like_name: str = "its counterpart",
+    like_name: str = "`like`",
 ) -> None:
     """Raises ValueError unless `tree` has the structure of `like`.
 
@@ -171,6 +171,36 @@ def check_structure(
     raise ValueError(
         f"{name} must have the structure {expected} of {like_name}, got {found}"
     )
+
+
+def broadcast(prefix: Any, params: Any, *, name: str) -> Any:
+    """Returns a tree with a value of `prefix` for each parameter.
+
+    Args:
+      prefix: A tree with the structure of the parameters, or with a prefix of it.
+      params: The parameters.
+      name: The name of `prefix` in messages.
+
+    Raises:
+      ValueError: If `prefix` has another structure. The message names a place.
+    """
+    try:
+        return jax.tree.broadcast(prefix, params)
+    except ValueError as error:
+        starts, paths = map(by_path, (prefix, params))
+        for path in paths:
+            if not any(path[: len(start)] == start for start in starts):
+                missing = jax.tree_util.keystr(path)
+                raise ValueError(f"{name} has nothing for params{missing}") from error
+        for start in starts:
+            if not any(path[: len(start)] == start for path in paths):
+                surplus = jax.tree_util.keystr(start)
+                raise ValueError(f"{name} has {surplus}, and params has not") from error
+        structures = jax.tree.structure(params), jax.tree.structure(prefix)
+        raise ValueError(
+            f"{name} must have the structure {structures[0]} of params, got "
+            f"{structures[1]}"
+        ) from error
 
 
 def _paths(tree: Any, is_leaf: Callable[[Any], bool]) -> set[str]:

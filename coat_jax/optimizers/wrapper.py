@@ -45,9 +45,9 @@ def with_quantized_state(
 
     Args:
       inner: Any transformation with a state that has the parameters' structure.
-      moments: The storage of fields of the state that are not known or are not to be
-        stored in the known way: a `coat.Moment` by the field's name. None in place of a
-        `coat.Moment` leaves a field unquantized.
+      moments: A dict from names of the state's fields to a `coat.Moment`, which says
+        how a field is stored, or to None, which leaves it unquantized. It is for fields
+        that the library does not know, or stores in another way.
       quantize_mask: A tree of bools with the structure of the parameters (or a prefix
         of it), or a function from parameters to such a tree. False means that a
         parameter's moments stay as optax has them. None means True for all. Moments of
@@ -92,6 +92,11 @@ def with_quantized_state(
     if rounding not in ("stochastic", "nearest"):
         raise ValueError(
             f"rounding must be 'stochastic' or 'nearest', got {rounding!r}"
+        )
+    if not isinstance(moments, Mapping | None):
+        raise ValueError(
+            "moments must be a dict from names of fields to coat.Moment, got "
+            f"{moments!r}"
         )
     for field, moment in (moments or {}).items():
         if not isinstance(moment, Moment | None):

@@ -30,7 +30,7 @@ from coat_jax.quantization import expansion
 from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.quantization.granularity import Granularity, PerGroup, PerTensor
 from coat_jax.quantization.groups import broadcastable, merge, split
-from pallas_kernels.checks import is_positive_number
+from pallas_kernels.checks import is_positive_number, summary
 from pallas_kernels.numerics import (
     TINY,
     group_scale,
@@ -365,7 +365,7 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
       Array([ 7.  , -1.75], dtype=float32)
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"dequantize takes a coat.QuantizedArray, got {q!r}")
+        raise TypeError(f"dequantize takes a coat.QuantizedArray, got {summary(q)}")
     values = split(q.format.decode(q.codes), _block(q))
     scale = broadcastable(q.scale).astype(jnp.float32)
     if q.exponent is None and q.power == 1.0:

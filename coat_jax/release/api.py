@@ -15,7 +15,7 @@ from coat_jax.release.checks import check_axes, check_layers, is_fused, warn_of_
 from coat_jax.release.parts import Clip, Optimizer, Parameters, as_floats
 from coat_jax.release.taps import Release
 from pallas_kernels import versions
-from pallas_kernels.checks import is_positive_number
+from pallas_kernels.checks import is_positive_number, typed_key
 
 
 def value_and_update(
@@ -91,8 +91,8 @@ def value_and_update(
         scalar.
       ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
         The returned function raises it for optimizers as above, for a key that `tx`
-        has no use for, for `max_loss` without `skip_not_finite`, for an argument of
-        `loss` with the name of an option here that it does not get by position, for
+        has no use for, for `max_loss` without `skip_not_finite`, for a `loss` with
+        an argument named `key` or `max_loss` that is not passed by position, for
         parameters that two layers read, and within `jax.pmap` and
         `jax.shard_map(check_vma=False)`, where gradients are not summed over devices.
 
@@ -145,6 +145,7 @@ def value_and_update(
         check_axes()
         whole = Parameters(params, opt_state)
         _check_floating(whole)
+        key = None if key is None else typed_key(key)
         fused = is_fused(tx, whole, opt_state)
         if key is not None and not fused:
             raise ValueError(

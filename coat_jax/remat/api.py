@@ -63,6 +63,7 @@ from coat_jax.remat.options import Options
 from coat_jax.remat.pytrees import is_pytree_module, pytree_module
 from coat_jax.remat.shard_maps import with_shard_maps
 from coat_jax.remat.trace import Residual
+from pallas_kernels.checks import summary
 
 
 def fp8_remat[Target](
@@ -114,9 +115,10 @@ def fp8_remat[Target](
         `nn.compact`, becomes a function. An NNX module shares its variables with the
         result. Changes that a call makes to NNX objects persist, except changes to
         their parameters.
-      params_argnums: For functions, the positional arguments that are parameters. They
-        are saved by reference, neither copied nor quantized. The default is the first
-        argument, as in `f(params, x)`. NNX objects and values that a function closes
+      params_argnums: For functions, the positions of the arguments that are parameters,
+        also where a call passes them by name. Parameters are saved by reference,
+        neither copied nor quantized. The default is the first argument, as in
+        `f(params, x)`. NNX objects and values that a function closes
         over always count as parameters. Arguments that are not arrays are static.
       format: The format of the FP8 copies.
       group: The number of neighbours on the last axis that share a scale. Residuals
@@ -194,7 +196,7 @@ def fp8_remat[Target](
         return over_nodes(target, argnums, options)
     raise TypeError(
         "fp8_remat takes a function, a Flax module, a Flax module class or a callable "
-        f"pytree with arrays, got {target!r}"
+        f"pytree with arrays, got {summary(target)}"
     )
 
 

@@ -1,6 +1,7 @@
 """Applies `fp8_remat` to Linen and NNX modules, and to functions of Flax objects."""
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
@@ -101,6 +102,7 @@ def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callab
         if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
             return linen_method(fn, options)(*args, **kwargs)
         _check_closure(fn)
+        args, kwargs = _by_position(fn, args, kwargs)
         for n in argnums:
             if not -len(args) <= n < len(args) and n != 0:
                 raise ValueError(
@@ -112,6 +114,25 @@ def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callab
         return plain(*args, **kwargs)
 
     return call
+
+
+def _by_position(
+    fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call, by position where names give the positions."""
+    try:
+        # The function that a wrapper wraps may have another signature.
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # Some functions in C have none.
+        return args, kwargs
+    positional, named = list(args), dict(kwargs)
+    for parameter in [*signature.parameters.values()][len(args) :]:
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            break
+        if parameter.name not in named:
+            break
+        positional.append(named.pop(parameter.name))
+    return tuple(positional), named
 
 
 def unbound(fn: Callable) -> tuple[Callable, tuple[Any, ...], dict[str, Any]]:

@@ -1,17 +1,15 @@
 """The options of `fp8_remat`, which are checked once, before any call."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from coat_jax.quantization.formats import Format
 from coat_jax.remat.trace import Residual
-from pallas_kernels.checks import positive_int
+from pallas_kernels.checks import positive_int, typed_key
 
 # A function that returns a new program for a program. It also takes the paths of the
 # program's arguments, and whether each of them is a parameter.
@@ -53,15 +51,8 @@ class Options:
         return dataclasses.replace(self, rewrites=(rewrite, *self.rewrites))
 
     def _typed_key(self) -> jax.Array:
-        """Returns the key as a typed key; a raw `jax.random.PRNGKey` is wrapped."""
-        key = self.key
-        if getattr(key, "dtype", None) == jnp.uint32 and jnp.ndim(key) == 1:
-            with contextlib.suppress(TypeError, ValueError):  # It has another length.
-                key = jax.random.wrap_key_data(key)
-        dtype = getattr(key, "dtype", None)
-        typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        if not typed or jnp.shape(key):
-            raise ValueError(f"key must be one jax.random.key, got {key!r}")
+        """Returns the typed key; raises ValueError if it cannot round the format."""
+        key = typed_key(self.key)
         if self.format.table is not None:
             raise ValueError(
                 f"key is for floating formats, got format={self.format!r}: its codes "

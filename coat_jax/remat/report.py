@@ -12,6 +12,7 @@ from jax.extend import core
 
 from coat_jax.programs.primitives import bodies_of
 from coat_jax.remat.trace import Residual, forward_backward, linearize, maker_of
+from pallas_kernels.checks import summary
 from pallas_kernels.dispatch import operations
 
 
@@ -149,7 +150,7 @@ def _origin(jaxpr: core.Jaxpr, var: core.Var) -> tuple[Any, ...]:
 def check_callable(name: str, fn: Any) -> None:
     """Raises TypeError unless `fn` is a function."""
     if not callable(fn):
-        raise TypeError(f"{name} takes a function, got {fn!r}")
+        raise TypeError(f"{name} takes a function, got {summary(fn)}")
 
 
 def memory_report(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MemoryReport:

@@ -11,7 +11,6 @@ attention is recomputed from queries, keys and values.
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from coat_jax.remat.report import ResidualReport
 from experiments.activations import operations
 from experiments.common.layer_cases import CASES, TARGET_UNITS, Shape
 from experiments.common.paper import saved_units
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, write_results
 
 Row = dict[str, Any]
@@ -62,7 +61,9 @@ def parser() -> argparse.ArgumentParser:
         top.add_argument(f"--{name}", type=int, default=default)
     top.add_argument("--details", action="store_true", help="list every array")
     out = default_path("activation_memory")
-    top.add_argument("--out", type=Path, default=out, help="a figure goes beside it")
+    top.add_argument(
+        "--out", type=results_path, default=out, help="a figure goes next to it"
+    )
     return top
 
 

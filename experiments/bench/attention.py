@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from tqdm import tqdm
 
 import pallas_kernels
 from experiments.common import results, tables
-from experiments.common.programs import new_parser, rows_to_join
+from experiments.common.programs import new_parser, results_path, rows_to_join
 from experiments.common.results import Bar, default_path
 from experiments.common.tables import Column
 from experiments.common.timing import Program, add_turns, timed, turns_of
@@ -120,7 +119,7 @@ def main() -> None:
     add("--default-tiles", action="store_true", help="time no other tiles")
     add_turns(parser)
     parser.set_defaults(calls=5, round_s=0.1)
-    add("--out", type=Path, default=default_path("bench_attention"))
+    add("--out", type=results_path, default=default_path("bench_attention"))
     args = parser.parse_args()
     rows = rows_to_join(parser, args.out)
     console = Console(width=110)

@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +25,7 @@ from tqdm import tqdm
 
 from experiments.bench import compile_case
 from experiments.common import sm90, tables
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import Column
 from experiments.common.tables import bars as bars_table
@@ -69,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus", nargs="+", type=int, choices=(1, 2), default=[1, 2])
     add("--layers", nargs="+", type=int, default=[4, _LAYERS])
     compile_case.add_sizes(top)
-    add("--out", type=Path, default=default_path("bench_compile"))
+    add("--out", type=results_path, default=default_path("bench_compile"))
     return top
 
 

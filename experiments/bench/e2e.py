@@ -1,4 +1,4 @@
-"""Measures training steps of a Llama: tokens per second and use of memory.
+r"""Measures training steps of a Llama: tokens per second and use of memory.
 
     uv run python -m experiments.bench.e2e
     uv run python -m experiments.bench.e2e --cases coat coat_max --batch 2 8
@@ -29,7 +29,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -49,7 +48,7 @@ from experiments.bench.model_step import (
 from experiments.common import results, tables
 from experiments.common.layer_cases import CASES, PLAIN
 from experiments.common.paper import TABLE_7, TABLE_7_COLUMNS
-from experiments.common.programs import new_parser, rows_to_join
+from experiments.common.programs import new_parser, results_path, rows_to_join
 from experiments.common.results import (
     Bar,
     default_path,
@@ -130,14 +129,14 @@ def parser() -> argparse.ArgumentParser:
     add("--context", type=int, nargs="+", default=[1], metavar="N")
     add("--expert", type=int, nargs="+", default=[1], metavar="N")
     add("--buffer", type=float, help="limits the rows of experts; see llama.Experts")
-    add("--steps", type=int, default=6, help="timed, behind two that are not")
+    add("--steps", type=int, default=6, help="timed, after two that are not")
     presets = "the model's sizes (llama2-7b)"
     add("--preset", choices=llama.CONFIGS, default="llama2-7b", help=presets)
     for name in _sizes():
         add(f"--{name.replace('_', '-')}", type=int, help="the preset's by default")
     add("--xla-flags", default="", metavar="FLAGS", help="more of XLA_FLAGS")
     out = default_path("bench_e2e")
-    add("--out", type=Path, default=out, help="what is there is kept")
+    add("--out", type=results_path, default=out, help="rows are added")
     return top
 
 

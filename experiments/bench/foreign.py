@@ -19,7 +19,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,7 +44,7 @@ from experiments.common.foreign_layers import (
 )
 from experiments.common.layer_cases import CASES as LAYER_CASES
 from experiments.common.layer_cases import Shape, layer, normal, random_params, shape_of
-from experiments.common.programs import new_parser, rows_to_join
+from experiments.common.programs import new_parser, results_path, rows_to_join
 from experiments.common.results import Bar, default_path, versions, write_results
 from experiments.common.tables import Column
 from experiments.common.tables import bars as bars_table
@@ -128,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     add("--kv-heads", type=int, default=8)
     add("--head-dim", type=int, default=128)
     add_turns(top)
-    add("--out", type=Path, default=default_path("bench_foreign"))
+    add("--out", type=results_path, default=default_path("bench_foreign"))
     return top
 
 

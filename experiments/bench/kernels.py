@@ -13,7 +13,6 @@ import argparse
 import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 import pallas_kernels
 from experiments.common import kernel_cases, profiling, results, tables, timing
-from experiments.common.programs import new_parser, rows_to_join
+from experiments.common.programs import new_parser, results_path, rows_to_join
 from experiments.common.results import Bar, default_path
 from experiments.common.tables import Column
 from pallas_kernels.ops.matmul import tuning
@@ -49,7 +48,7 @@ def main() -> None:
     add("--tokens", type=int, nargs="+", default=list(kernel_cases.TOKENS))
     names = tuple(kernel_cases.MODELS)
     add("--models", nargs="+", choices=names, default=names)
-    add("--out", type=Path, default=default_path("bench_kernels"))
+    add("--out", type=results_path, default=default_path("bench_kernels"))
     args = parser.parse_args()
     rows = rows_to_join(parser, args.out)
     commit = results.versions()["commit"]

@@ -40,7 +40,7 @@ from experiments.common.layer_cases import (
     normal,
     random_params,
 )
-from experiments.common.programs import new_parser, rows_to_join
+from experiments.common.programs import new_parser, results_path, rows_to_join
 from experiments.common.results import (
     Bar,
     default_path,
@@ -127,7 +127,9 @@ def parser() -> argparse.ArgumentParser:
     add_turns(top)
     add("--profile", action="store_true", help="say where time goes; on GPUs")
     out = default_path("bench_layer")
-    add("--out", type=Path, default=out, help="joined; a figure goes beside it")
+    add(
+        "--out", type=results_path, default=out, help="joined; a figure goes next to it"
+    )
     return top
 
 

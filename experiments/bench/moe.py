@@ -21,7 +21,6 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,7 +45,7 @@ from experiments.common.grouped_cases import (
     positive,
     sizes_of,
 )
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path
 from experiments.common.timing import Program, timed
 from pallas_kernels.dispatch import devices, operations
@@ -86,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     layers = list(moe_layers.NAMES)
     add("--layers", nargs="+", choices=layers, default=layers, help="(all)")
     add("--small", action="store_true", help="interpret tiny kernels on a CPU")
-    add("--out", type=Path, default=default_path("moe"))
+    add("--out", type=results_path, default=default_path("moe"))
     args = parser.parse_args(arguments)
     if not args.small and not devices.has_hopper():
         parser.error("it measures on a Hopper GPU; --small runs anywhere")

@@ -12,7 +12,6 @@ timed in alternation, and the bytes on the host and on the device are counted.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from experiments.bench.foreign import forward_backward
 from experiments.common import tables
 from experiments.common.foreign_layers import made
 from experiments.common.layer_cases import Shape, normal, random_params, shape_of
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path, rows_to_join
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import Column
 from experiments.common.timing import OPTIONS, add_turns, in_turns, turns_of
@@ -58,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--kv-heads", type=int, default=8)
     add("--head-dim", type=int, default=128)
     add_turns(top)
-    add("--out", type=Path, default=default_path("bench_offload"))
+    add("--out", type=results_path, default=default_path("bench_offload"))
     args = top.parse_args(argv)
+    rows_to_join(top, args.out)  # Another device's results are refused.
     rows = measured(shape_of(args), args.layers, **turns_of(args))
     write_results(args.out, rows=rows, bars=bars(rows))
     Console(width=110).print(table(rows), tables.bars(bars(rows)))

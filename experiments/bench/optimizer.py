@@ -11,7 +11,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 import coat_jax as coat
 from experiments.common.optimizers import in_float32
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path, rows_to_join
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import bars as bars_table
 
@@ -213,8 +212,11 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=1_000_000_000)
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a second")
     parser.add_argument("--no-trees", action="store_true", help="leave Llama 2 7B out")
-    parser.add_argument("--out", type=Path, default=default_path("bench_optimizer"))
+    parser.add_argument(
+        "--out", type=results_path, default=default_path("bench_optimizer")
+    )
     args = parser.parse_args()
+    rows_to_join(parser, args.out)  # Another device's results are refused.
     table = Table("parameters", "step", "ms / 1e9", "GB/s", "x optax", "temp. MiB")
     rows, optax_ms = [], {}
     trees = ("291 tensors", "stacked layers")

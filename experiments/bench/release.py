@@ -34,7 +34,7 @@ from experiments.bench.model_step import (
 from experiments.bench.predictions import estimate
 from experiments.common import tables
 from experiments.common.layer_cases import PLAIN
-from experiments.common.programs import new_parser, rows_to_join
+from experiments.common.programs import new_parser, results_path, rows_to_join
 from experiments.common.results import (
     Bar,
     default_path,
@@ -152,7 +152,12 @@ def parser() -> argparse.ArgumentParser:
     default = [part for part in _PARTS if part not in (*_ON_ONE_H200, "two")]
     add("--only", nargs="+", choices=_PARTS, default=default, metavar="PART")
     add("--steps", type=int, default=6, help="timed, after two that are not")
-    add("--out", type=Path, default=default_path("release"), help="rows are added")
+    add(
+        "--out",
+        type=results_path,
+        default=default_path("release"),
+        help="rows are added",
+    )
     help = "only predict the peaks of the file's rows again, which needs no GPU"
     add("--predict", action="store_true", help=help)
     return top

@@ -39,7 +39,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import coat_jax as coat
 from experiments.common.foreign_layers import Modules, Qwen, QwenInXla
 from experiments.common.layer_cases import shape_of
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import grouped
 
@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=20, help="that are timed, after 3 others")
     add("--gpus", type=int, nargs="+", metavar="N", help="with --trainer flax")
     add("--case", choices=CASES, help="runs this case alone, and prints its row")
-    add("--out", type=Path)
+    add("--out", type=results_path)
     return top
 
 

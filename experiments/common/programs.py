@@ -1,6 +1,7 @@
 """Parsers of programs' command lines, and their messages."""
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,26 @@ def new_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **options,
     )
+
+
+def results_path(text: str) -> Path:
+    """Returns the path of a results file; the type of arguments that name one.
+
+    Raises:
+      argparse.ArgumentTypeError: If the name does not end in .json, as a figure next to
+        the file could then replace it, or if no file can be written there.
+    """
+    path = Path(text)
+    if path.suffix != ".json":
+        raise argparse.ArgumentTypeError(f"a results file ends in .json, got {text!r}")
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"nothing can be written at {text!r}: {error.strerror}"
+        ) from error
 
 
 def rows_to_join(

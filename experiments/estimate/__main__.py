@@ -29,10 +29,11 @@ from coat_jax.memory.kinds import GIB, MemoryEstimate
 from coat_jax.models import llama
 from experiments.common import meshes
 from experiments.common.memory_figure import KINDS, draw
-from experiments.common.programs import new_parser, one_line
+from experiments.common.programs import new_parser, one_line, results_path
 from experiments.common.results import write_results
 from experiments.common.tables import new_table
 
+_FLOW = {"coat", "coat_max"}  # The recipes with delayed scaling.
 Row = dict[str, Any]
 
 
@@ -40,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program with the arguments `argv`, by default the command line's."""
     top = parser()
     args = top.parse_args(argv)
+    if args.scaling == "delayed" and not _FLOW & {*args.recipes}:
+        top.error(
+            f"--scaling delayed needs coat or coat_max, got {' '.join(args.recipes)}"
+        )
     try:
         rows = [row_of(args, recipe) for recipe in args.recipes]
     except ValueError as error:
@@ -71,19 +76,18 @@ def parser() -> argparse.ArgumentParser:
     add("--gpu-memory", type=float, default=80.0, help="GiB of a GPU")
     add("--memory-share", type=float, default=0.95, help="the share that JAX may take")
     out = Path("runs/estimate.json")
-    add("--out", type=Path, default=out, help="a figure goes beside it")
+    add("--out", type=results_path, default=out, help="a figure goes next to it")
     return top
 
 
 def config_of(args: argparse.Namespace, recipe: RecipeName) -> llama.LlamaConfig:
     """Returns the configuration of a model for command-line arguments and a recipe."""
-    flow = recipe in ("coat", "coat_max")
     changes = {"num_layers": args.layers, "vocab_size": args.vocab_size}
     return dataclasses.replace(
         llama.CONFIGS[args.preset],
         **{name: value for name, value in changes.items() if value is not None},
         recipe=recipe,
-        scaling=args.scaling if flow else "just_in_time",
+        scaling=args.scaling if recipe in _FLOW else "just_in_time",
         param_dtype=jnp.dtype(args.param_dtype),
     )
 

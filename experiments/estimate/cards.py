@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from tqdm import tqdm
 import coat_jax as coat
 from coat_jax.memory.kinds import GIB
 from coat_jax.models import llama
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import default_path, write_results
 from experiments.common.tables import Column, table
 
@@ -52,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     top = new_parser("experiments.estimate.cards", __doc__)
     out = default_path("release", "cards")
-    top.add_argument("--out", type=Path, default=out)
+    top.add_argument("--out", type=results_path, default=out)
     return top
 
 

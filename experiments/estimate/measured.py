@@ -10,7 +10,6 @@ This program needs no GPU.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +24,7 @@ from experiments.bench.model_step import ModelSize
 from experiments.bench.predictions import estimate
 from experiments.common import tables
 from experiments.common.layer_cases import CASES
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, load, write_results
 from experiments.common.seeds import over_seeds
 from experiments.common.tables import Column
@@ -44,7 +43,7 @@ _TARGET = 0.05
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program with the arguments `argv`, by default the command line's."""
     top = new_parser("experiments.estimate.measured", __doc__)
-    top.add_argument("--out", type=Path, default=default_path("estimate"))
+    top.add_argument("--out", type=results_path, default=default_path("estimate"))
     args = top.parse_args(argv)
     steps = (end_to_end(row) for row in measured_steps())
     rows = list(tqdm(steps, unit="row", disable=None))

@@ -11,14 +11,13 @@ count the sequences of all GPUs together.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from coat_jax.layers.recipes import RecipeName
 from experiments.common.paper import MODELS, TABLE_7
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import default_path, write_results
 from experiments.estimate.__main__ import parser, row_of
 
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program with the arguments `argv`, by default the command line's."""
     top = new_parser("experiments.estimate.table_7", __doc__)
     out = default_path("estimate", "estimate_table_7")
-    top.add_argument("--out", type=Path, default=out)
+    top.add_argument("--out", type=results_path, default=out)
     args = top.parse_args(argv)
     cases = itertools.chain(of_the_paper(), of_gpus())
     write_results(args.out, rows=list(tqdm(cases, unit="case", disable=None)))

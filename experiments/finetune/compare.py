@@ -26,7 +26,7 @@ from rich.console import Console, Group
 
 from experiments.common.answers import percents, points
 from experiments.common.intervals import half_of_few
-from experiments.common.programs import new_parser, one_line
+from experiments.common.programs import new_parser, one_line, results_path
 from experiments.common.results import default_path, read_results, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.finetune import arguments, compare_report, program
@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seeds", type=int, default=3, help="runs, of seeds 0, 1, ... (3)"
     )
     top.add_argument("--runs", type=Path, default=Path("runs/finetune-compare"))
-    top.add_argument("--out", type=Path, default=out, help="results file", metavar="F")
+    top.add_argument(
+        "--out", type=results_path, default=out, help="results file", metavar="F"
+    )
     args, flags = top.parse_known_args(argv)
     if not 1 <= args.seeds <= _MOST_SEEDS:
         top.error(f"--seeds must be 1 to {_MOST_SEEDS}, got {args.seeds}")
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compare_report.draw_exact_match(results).savefig(args.out.with_suffix(".png"))
     shown = [compare_report.exact_match(results), compare_report.differences(results)]
     Console().print(Group(*shown, bars_table(results["bars"])))
-    print(f"{args.out}, and a figure beside it")
+    print(f"{args.out}, and a figure next to it")
     return 0
 
 

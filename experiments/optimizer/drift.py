@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from rich.console import Console
 from tqdm import tqdm
 
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, known_rows, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.common.tables import grouped
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bars:
         console.print(bars_table(bars))
     report.figure(curves).savefig(args.out.with_suffix(".png"))
-    print(f"{args.out}, and a figure beside it")
+    print(f"{args.out}, and a figure next to it")
     return 0
 
 
@@ -93,7 +93,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--groups", type=int, default=64, help="groups of 128 a story (64)")
     out = default_path("drift")
-    add("--out", type=Path, default=out, help=f"results file ({out})", metavar="FILE")
+    add(
+        "--out",
+        type=results_path,
+        default=out,
+        help=f"results file ({out})",
+        metavar="FILE",
+    )
     return top
 
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from experiments.common.answers import ALL, percents, points, right_answers, written
-from experiments.common.programs import new_parser, one_line
+from experiments.common.programs import new_parser, one_line, results_path
 from experiments.common.results import (
     Bar,
     default_path,
@@ -70,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     top = new_parser("experiments.pretrain.compare", __doc__)
     top.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     top.add_argument(
-        "--out", type=Path, help="results file; a figure goes beside it", metavar="F"
+        "--out",
+        type=results_path,
+        help="results file; a figure goes next to it",
+        metavar="F",
     )
     top.add_argument(
         "--losses", action="store_true", help="compare summaries, and measure nothing"
@@ -101,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(comparison.answers(comparison_of_runs["tasks"]))
     if written["bars"]:
         console.print(bars_table([Bar(**bar) for bar in written["bars"]]))
-    print(f"{out}, and a figure beside it")
+    print(f"{out}, and a figure next to it")
     return 0
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from experiments.common import meshes, tables
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.style import framed
 from experiments.pretrain import program as pretrain
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     top = new_parser("experiments.pretrain.mesh_losses", __doc__)
     top.add_argument("--steps", type=int, default=200)
     out = default_path("pretrain", "mesh_losses")
-    top.add_argument("--out", type=Path, default=out, metavar="FILE")
+    top.add_argument("--out", type=results_path, default=out, metavar="FILE")
     args = top.parse_args(argv)
     if (count := len(jax.devices())) != 8:
         top.error(f"this needs 8 devices, got {count}; the description has the flag")

@@ -9,12 +9,11 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, write_results
 from experiments.rewrites.verdicts import Judged, Outcome
 from experiments.rewrites.workers import outcomes
@@ -71,7 +70,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, help="no program starts later; default: no limit"
     )
-    parser.add_argument("--out", type=Path, default=default_path("rewrites"))
+    parser.add_argument("--out", type=results_path, default=default_path("rewrites"))
     arguments = parser.parse_args()
     if arguments.processes < 1:
         parser.error(f"--processes must be at least 1, got {arguments.processes}")

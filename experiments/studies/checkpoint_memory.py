@@ -33,7 +33,7 @@ from coat_jax.models import hf, llama
 from coat_jax.models.hf import config as configs
 from coat_jax.models.hf import layout, safetensors
 from experiments.bench.model_step import GIB, take_memory
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import bars as bars_table
 
@@ -66,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
     found = new_parser("experiments.studies.checkpoint_memory", __doc__)
     found.add_argument("--preset", choices=sorted(llama.CONFIGS), default="llama3-8b")
     found.add_argument("--scratch", type=Path, help="folder for the checkpoint")
-    found.add_argument("--out", type=Path, default=default_path("hf", "loading"))
+    found.add_argument(
+        "--out", type=results_path, default=default_path("hf", "loading")
+    )
     return found
 
 

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from coat_jax.models import hf, llama
 from coat_jax.models.hf.quantized import FP8Format
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import bars as bars_table
 
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
         "--cases", nargs="+", choices=cases, default=cases, metavar="CASE"
     )
     found.add_argument("--reference", type=float, help="perplexity to compare with")
-    found.add_argument("--out", type=Path, help="results file")
+    found.add_argument("--out", type=results_path, help="results file")
     return found
 
 

@@ -27,6 +27,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 import coat_jax as coat
+from experiments.common.programs import results_path
 from experiments.common.results import default_path, read_results, write_results
 from experiments.optimizer.drift_cases import EARLIER
 from experiments.optimizer.moments import GROUP
@@ -170,7 +171,7 @@ def compare(
     figure = curve_summary.figure(curves.rows, title)
     figure.savefig(out.with_suffix(".png"))
     Console().print(curve_summary.table(summary, title))
-    print(f"{out}, and a figure beside it")
+    print(f"{out}, and a figure next to it")
     return 0
 
 
@@ -202,7 +203,12 @@ def parser(program: str, doc: str) -> argparse.ArgumentParser:
     add("--seed", type=int, help="first seed (0)")
     add("--seeds", type=int, help="trainings of each kind, with seeds in a row (4)")
     add("--optimizers", help="some of the variants, by name", metavar="'A;B'")
-    add("--out", type=Path, help="results file; the figure goes beside it", metavar="F")
+    add(
+        "--out",
+        type=results_path,
+        help="results file; the figure goes next to it",
+        metavar="F",
+    )
     return top
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.finetune.settings import FinetuneRun
@@ -60,7 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--runs", type=Path, default=Path("runs/finetune-large"))
     add("--join", action="store_true", help="trains nothing, joins what is done")
-    add("--out", type=Path, default=default_path("finetune_real", "finetune_large"))
+    add(
+        "--out",
+        type=results_path,
+        default=default_path("finetune_real", "finetune_large"),
+    )
     args = top.parse_args(argv)
     folders = {name: args.runs / name for name in args.trainings}
     if args.join:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, read_results, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.finetune import compare
@@ -44,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--recipes", default=_RECIPES, help=f"({_RECIPES})")
     add("--runs", type=Path, default=Path("runs/finetune-real"))
     add("--join", action="store_true", help="trains nothing, joins finished runs")
-    add("--out", type=Path, default=default_path("finetune_real", "finetune_real"))
+    add(
+        "--out",
+        type=results_path,
+        default=default_path("finetune_real", "finetune_real"),
+    )
     args, flags = top.parse_known_args(argv)
     recipes = args.recipes.split(",")
     runs = {

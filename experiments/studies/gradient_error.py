@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     draw(rows).savefig(out.with_suffix(".png"))
     about = {"preset": flags.get("preset", "cpu"), "recipe": model.config.recipe}
     write_results(out, rows=rows, batches=batches, val_loss=model.loss, **about)
-    print(f"{out}, and a figure beside it")
+    print(f"{out}, and a figure next to it")
     return 0
 
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figure.savefig(out.with_name(f"{out.stem}_{name}.png"))
     about = {"preset": flags.get("preset", "cpu"), "recipe": model.config.recipe}
     write_results(out, rows=rows, bars=check(rows), val_loss=model.loss, **about)
-    print(f"{out}, and two figures beside it")
+    print(f"{out}, and two figures next to it")
     return 0
 
 

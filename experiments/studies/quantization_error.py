@@ -16,12 +16,11 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from experiments.common.paper import TABLE_1, TABLE_8
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.optimizer import error_studies as studies
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     drawn_from = {"preset": args.preset, "parameters": captured.parameters}
     drawn_from |= {"groups": len(last.mu), "sample": len(captured.start.mu)}
     write_results(out, rows=rows, bars=bars, **drawn_from)
-    print(f"{out}, and four figures beside it")
+    print(f"{out}, and four figures next to it")
     return 0
 
 
@@ -85,7 +84,12 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="of the initialization and the data's order (0)")
     add("--groups", type=int, default=65_536, help="in tables 1 and 8 (65536)")
     add("--sample", type=int, default=2048, help="groups in other studies (2048)")
-    add("--out", type=Path, help="results file; figures go beside it", metavar="FILE")
+    add(
+        "--out",
+        type=results_path,
+        help="results file; figures go next to it",
+        metavar="FILE",
+    )
     return top
 
 

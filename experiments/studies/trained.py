@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from coat_jax.models import llama
+from experiments.common.programs import results_path
 from experiments.common.results import default_path
 from experiments.common.trained import Trained
 from experiments.pretrain import program as pretrain
@@ -57,7 +58,12 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     add = top.add_argument_group("what is trained, and where results go").add_argument
     add("--recipe", choices=RECIPES, help="to train with (bf16)")
     add("--seed", type=int, help="of the initialization and the data's order (0)")
-    add("--out", type=Path, help="results file; figures go beside it", metavar="FILE")
+    add(
+        "--out",
+        type=results_path,
+        help="results file; figures go next to it",
+        metavar="FILE",
+    )
     return top
 
 

@@ -85,7 +85,8 @@ def load_corpus(
       FileNotFoundError: If there is no file at a path.
       ValueError: If a file is of another kind, or its content is not what its name
         says, or text and tokens are mixed. With "bpe" also if a text is not UTF-8, if
-        files hold tokens, or if `vocab_size` or `cache` is missing.
+        files hold tokens, or if `vocab_size` or `cache` is missing; and with another
+        `token_dtype` than "uint16" if files hold text.
 
     Examples:
       >>> corpus = load_corpus()
@@ -100,6 +101,10 @@ def load_corpus(
                 f"tokenizer={tokenizer!r} takes text, got token files: {source}"
             )
         return _token_corpus(paths_of_files, token_dtype, source)
+    if token_dtype != "uint16":
+        raise ValueError(
+            f"token_dtype={token_dtype!r} takes token files, got text: {source}"
+        )
     files.check_texts(paths_of_files)
     documents = (
         text.read_documents(paths_of_files, utf_8=tokenizer == "bpe")

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from experiments.common import tables
 from experiments.common.answers import written
 from experiments.common.memory import tree_bytes
-from experiments.common.programs import new_parser, one_line
+from experiments.common.programs import new_parser, one_line, results_path
 from experiments.common.results import (
     default_path,
     joined,
@@ -88,7 +88,12 @@ def parser() -> argparse.ArgumentParser:
     add("--lr", type=float, help="peak learning rate")
     add("--train-scenes", type=int, help="scenes for training")
     add("--test-questions", type=int, help="questions for tests")
-    add("--out", type=Path, metavar="FILE", help="results file; figures go beside it")
+    add(
+        "--out",
+        type=results_path,
+        metavar="FILE",
+        help="results file; figures go next to it",
+    )
     return top
 
 
@@ -231,7 +236,7 @@ def show(study: Study, out: Path) -> None:
         console.print(table(results))
     if results["bars"]:
         console.print(tables.bars(results["bars"]))
-    print(f"{out}, and figures beside it")
+    print(f"{out}, and figures next to it")
 
 
 def _fit(

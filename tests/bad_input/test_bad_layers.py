@@ -9,7 +9,7 @@ from helpers.bad_input import BadInput, assert_refused
 import coat_jax as coat
 from coat_jax.fp8.matmul import linear
 from coat_jax.layers.decoder import DecoderLayer
-from coat_jax.models import llama
+from coat_jax.models import hf, llama
 
 X = jnp.ones((4, 256))
 INTEGERS = jnp.ones((4, 256), jnp.int32)
@@ -76,17 +76,39 @@ refused(
     ["bf16", "te"],
     name="delayed scaling",
 )
-for option in ("vocab_size", "num_layers", "num_heads"):
+for option in ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "hidden_size"):
     refused(
         lambda v, name=option: llama.LlamaConfig(**(SIZES | {name: v})),
-        [0, -2],
+        [0, -2, "64", 64.0, None],
         name=option,
     )
+for option in ("dtype", "param_dtype"):
+    refused(
+        lambda v, name=option: llama.LlamaConfig(**SIZES, **{name: v}),
+        [jnp.int32, "int8", "bf16", 3],
+        name=f"{option} of a Llama",
+        contains=f"{option} must be a floating dtype",
+    )
 refused(
-    lambda v: llama.LlamaConfig(**SIZES, dtype=v),
-    [jnp.int32, "int8"],
-    name="dtype of a Llama",
-    contains="dtype must be floating",
+    lambda v: llama.LlamaConfig(**SIZES, rope_theta=v),
+    [0.0, -1, "x"],
+    name="rope_theta",
+)
+refused(lambda v: llama.LlamaConfig(**SIZES, experts=v), [8, "x"], name="experts")
+refused(
+    lambda v: hf.save(v, "model"),
+    ["model", llama.LlamaConfig(**SIZES)],
+    name="model to save",
+    contains="model must be a Llama, got ",
+)
+refused(
+    lambda v: hf.load("model", mesh=v), ["fsdp", {"fsdp": 2}], name="mesh of a model"
+)
+refused(
+    lambda v: llama.Llama(llama.LlamaConfig(**SIZES), rngs=nnx.Rngs(0))(v),
+    [[[1, 2]], jnp.ones((1, 8)), jnp.ones(8, jnp.int32), jnp.ones((0, 8), jnp.int32)],
+    name="tokens",
+    contains="tokens must ",
 )
 
 

@@ -67,8 +67,41 @@ refused(
     lambda v: coat.fp8_adamw(1e-3, quantize_mask=v).init(PARAMS),
     [{"w": True}, {"u": True}, [True, True]],
     name="quantize_mask of another structure",
-    contains="",
+    contains="quantize_mask has nothing for params['",
 )
+refused(
+    lambda v: coat.fp8_adamw(1e-3, quantize_mask=v).init(PARAMS),
+    [{"w": True, "v": True, "u": True}],
+    name="quantize_mask with too much",
+    contains="quantize_mask has ['u'], and params has not",
+)
+refused(
+    lambda v: coat.opt_state_sharding(coat.fp8_adamw(1e-3), PARAMS, v),
+    [None, {"w": jax.sharding.SingleDeviceSharding(jax.devices()[0])}],
+    name="params_sharding of another structure",
+    contains="params_sharding has nothing for params['v']",
+)
+refused(
+    lambda v: coat.with_quantized_state(optax.lion(1e-3), moments=v),
+    [["mu"], "mu", coat.Moment()],
+    name="moments",
+    contains="moments must be a dict from names of fields to coat.Moment",
+)
+for key in (0, "key", jax.random.split(jax.random.key(0))):
+    refused(
+        lambda v: coat.fused_update(TX, PARAMS, STATE, PARAMS, key=v),
+        [key],
+        name="key of a step",
+        contains="key must be one jax.random.key",
+    )
+    refused(
+        lambda v: coat.value_and_update(lambda p: p["w"].sum(), TX)(
+            PARAMS, STATE, key=v
+        ),
+        [key],
+        name="key of a step in backward",
+        contains="key must be one jax.random.key",
+    )
 TX = coat.fp8_adamw(1e-3)
 STATE = TX.init(PARAMS)
 refused(

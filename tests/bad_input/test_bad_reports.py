@@ -29,6 +29,7 @@ refused(
 for size in ("batch", "sequence"):
     refused(lambda v, name=size: estimated(**{name: v}), [0, -1, 1.5, None, True])
 refused(lambda v: estimated(mesh=v), [{"fsdp": 2}, "fsdp=2", 2], name="mesh")
+refused(lambda v: estimated(optimizer=v), ["adam", optax.adam], name="optimizer")
 refused(
     lambda v: estimated(mesh=jax.sharding.AbstractMesh((2,), (v,))),
     ["sequence", "pipeline"],
@@ -86,6 +87,15 @@ refused(
     name="moment_report",
     contains="moment_report needs a state",
 )
+
+
+for function in (coat.fp8_remat, coat.fp8, coat.residual_report, coat.dequantize):
+    refused(
+        function,
+        [jnp.ones((64, 64)), {"w": jnp.ones((64, 64))}],
+        name="large arrays",
+        contains="got an object of the type ",
+    )
 
 
 @TABLE.each

@@ -251,7 +251,7 @@ class Stack(nnx.Module):
 def test_stacks_of_nnx_are_named(how):
     light = coat.fp8(Stack(how), blocks="layers")
     assert converted(lambda model, x: model(x), light, X) == {"layers"}
-    with pytest.raises(ValueError, match="name them with blocks="):
+    with pytest.raises(ValueError, match="name its blocks with blocks="):
         coat.fp8(Stack(how))
 
 

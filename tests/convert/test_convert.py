@@ -316,6 +316,7 @@ def test_numbered_siblings_are_blocks():
         ({"blocks": 3}, ValueError, "blocks must be regular expressions .* got 3"),
         ({"matmuls": "("}, ValueError, r"matmuls must be .* got '\('"),
         ({"blocks": "nothing"}, ValueError, "no block matches.*blocks='nothing'"),
+        ({"blocks": "nothing"}, ValueError, "as one block with blocks='.*'"),
         ({"group": 0}, ValueError, "group"),
         ({"format": "e4m3"}, ValueError, "format must be"),
     ],
@@ -323,6 +324,15 @@ def test_numbered_siblings_are_blocks():
 def test_bad_options(kwargs, error, match):
     with pytest.raises(error, match=match):
         coat.fp8(Model(nnx.Rngs(0)), **kwargs)
+
+
+def test_parameters_of_a_function_may_be_passed_by_name():
+    def product(params, x):
+        return x @ params["w"]
+
+    params, x = {"w": jnp.ones((128, 128))}, jnp.ones((16, 128))
+    report = coat.fp8_report(coat.fp8(product), x=x, params=params)
+    assert [(row.parameter, row.converted) for row in report.rows] == [("w", True)]
 
 
 @pytest.mark.parametrize("model", [3, Model, "model"])

@@ -121,6 +121,7 @@ def test_the_figure_has_a_bar_for_each_recipe_and_kind():
         ("--gpu-memory nan", "got nan"),
         ("--memory-share 1.5", "got 1.5"),
         ("--recipes fp4", "'fp4'"),
+        ("--scaling delayed --recipes bf16 te", "needs coat or coat_max, got bf16 te"),
     ],
 )
 def test_bad_input_ends_with_one_line_and_exit_code_2(argv, message, tmp_path, capsys):
@@ -131,6 +132,22 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(argv, message, tmp_path, c
     assert message in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("x.png", "a results file ends in .json, got '"),
+        ("file/x.json", "nothing can be written at '"),
+    ],
+)
+def test_results_need_a_json_file_that_can_be_written(out, message, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        estimate.main(["--out", str(tmp_path / out)])
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: argument --out: {message}{tmp_path / out}'")
+    assert error.count("\n") == 1
 
 
 def test_gpus_split_the_state_of_a_released_step():

@@ -130,6 +130,7 @@ def test_attention_and_its_gradients(softcap, masks):
         ({"window": 4, "causal": False}, "a window needs causal=True, got window=4"),
         ({"window": 0}, "window must be positive, got 0"),
         ({"softcap": -1.0}, "softcap must be positive, got -1.0"),
+        ({"softcap": "50"}, "softcap must be positive, got '50'"),
         ({"window": 2.5}, "window must be a whole number, got 2.5"),
         ({"segment_ids": jnp.zeros((1, 3), int)}, r"segment ids must be \(1, 4\)"),
         ({"segment_ids": jnp.zeros((1, 4))}, "segment ids must be integers, got float"),

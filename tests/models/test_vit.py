@@ -134,7 +134,7 @@ def test_recipes_save_what_they_say():
         ({"num_heads": 3}, "num_heads must divide hidden_size, got 3, 64"),
         ({"num_layers": 0}, "num_layers"),
         ({"recipe": "fp4"}, "recipe must be one of bf16, te, .*, got 'fp4'"),
-        ({"dtype": jnp.int8}, "dtype must be floating, got int8"),
+        ({"dtype": jnp.int8}, "dtype must be a floating dtype, got int8"),
     ],
 )
 def test_configurations_that_do_not_fit_are_refused(changes, message):

@@ -28,7 +28,7 @@ def test_what_is_no_sharding_is_refused(shardings, message):
 
 @pytest.mark.parametrize("shardings", [None, {"w": REPLICATED}, [REPLICATED]])
 def test_shardings_of_another_tree_are_refused(shardings):
-    with pytest.raises(ValueError, match=r"mismatch|structure|Expected"):
+    with pytest.raises(ValueError, match="params_sharding has nothing for"):
         coat.opt_state_sharding(coat.fp8_adamw(1e-3), PARAMS, shardings)
 
 

@@ -177,7 +177,7 @@ def mismatches():
             adamw.init(wider),
             like,
         ),
-        "state has .3., which its counterpart has not": (
+        "state has .3., which `like` has not": (
             (*adamw.init(PARAMS), jnp.ones(3)),
             like,
         ),
@@ -187,12 +187,12 @@ def mismatches():
             like,
         ),
         "state must have the structure": (list(adamw.init(PARAMS)), like),
-        "in FP8 already, and its counterpart is not": (
+        "in FP8 already, and `like` is not there": (
             coat.fp8_adamw(1e-2).init(PARAMS),
             adamw.init(PARAMS),
         ),
         # The first state is in FP8 in both trees, and is not what differs.
-        r"state has \[3\], which its counterpart has not": (
+        r"state has \[3\], which `like` has not": (
             (*coat.fp8_adamw(1e-2).init(PARAMS), jnp.ones(3)),
             like,
         ),

@@ -196,6 +196,18 @@ def test_params_argnums():
     assert references(vjp, (x, params)) == 3
 
 
+def test_parameters_that_are_passed_by_name_stay_references():
+    def model(*, params, x):
+        return light(params=params, x=x)
+
+    light = fp8_remat(two_products)
+    params, x = two_product_arguments()
+    _, vjp = jax.vjp(lambda params, x: model(params=params, x=x), params, x)
+    assert references(vjp, params) == 2
+    _, vjp = jax.vjp(lambda params, x: light(params, x=x), params, x)
+    assert references(vjp, params) == 2
+
+
 def test_effects_happen_once_and_keep_nothing():
     calls = []
 

@@ -275,6 +275,10 @@ def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path, corpus, capsys):
         (["--lr", "inf"], "lr must be finite, got inf"),
         (["--lr", "nan"], "lr must be positive, got nan"),
         (["--vocab-size", 5], "bytes have a vocabulary of 257, got 5"),
+        (
+            ["--token-dtype", "uint32"],
+            "token_dtype='uint32' takes token files, got text",
+        ),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (
             ["--recipe", "bf16,fp8"],

@@ -62,9 +62,10 @@ def load(
 
     Args:
       path: The path of the folder.
-      mesh: The devices to put the model on, with any of the axes "data", "fsdp" and
-        "tensor"; see `coat.estimate_memory`. A mesh axis that does not divide the
-        length of an array's axis does not split it. None means the default device.
+      mesh: The devices to put the model on, with any of the axes "data", "fsdp",
+        "expert", "context" and "tensor"; see `coat.estimate_memory`. A mesh axis that
+        does not divide the length of an array's axis does not split it. None means the
+        default device.
       recipe: The precision recipe of the layers.
       dtype: The dtype of the computation; None means the dtype that config.json names,
         or else the embedding's, with bfloat16 in place of float16.
@@ -87,6 +88,8 @@ def load(
       >>> hf.load(folder, recipe="bf16").config.num_layers
       2
     """
+    if not isinstance(mesh, Mesh | None):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
     with Folder(path) as folder:
         values = folder.config()
         shape = configs.read(values)

@@ -73,6 +73,8 @@ def save(
       >>> sorted(file.name for file in (folder / "model").iterdir())
       ['config.json', 'model.safetensors']
     """
+    if not isinstance(model, Llama):
+        raise TypeError(f"model must be a Llama, got {type(model).__name__}")
     fp8.check_format(format)
     if is_adapted(model):
         raise ValueError("a model with adapters is saved as the sum of lora.merged")

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from experiments.common.programs import new_parser, one_line
+from experiments.common.programs import new_parser, one_line, results_path
 from experiments.common.results import default_path, device, known_rows, write_results
 from experiments.studies.fidelity import summary, training
 from experiments.studies.fidelity.model import Shape
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         default=float("inf"),
         help="no training starts so many seconds after the program",
     )
-    add("--out", type=Path, help="results file; the figure goes beside it")
+    add("--out", type=results_path, help="results file; the figure goes next to it")
     return top  # fmt: skip
 
 

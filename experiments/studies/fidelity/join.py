@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.common.programs import new_parser, one_line
+from experiments.common.programs import new_parser, one_line, results_path
 from experiments.common.results import read_results, write_results
 from experiments.studies.fidelity import summary
 
@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     top = new_parser("experiments.studies.fidelity.join", __doc__)
     top.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    top.add_argument("--out", required=True, type=Path, help="a figure goes next to it")
+    top.add_argument(
+        "--out", required=True, type=results_path, help="a figure goes next to it"
+    )
     return top
 
 
