@@ -256,7 +256,7 @@ def test_heads_that_do_not_go_together_are_named():
         call(a[0], b, 1.0, 1.0, *angles)
     with pytest.raises(ValueError, match=r"angles must be \(64, 64\) or \(8, 64, 64"):
         call(a, b, 1.0, 1.0, angles[0][:3], angles[1])
-    with pytest.raises(ValueError, match="copies must be positive, got 0"):
+    with pytest.raises(ValueError, match="copies must be a positive int, got 0"):
         call(a, b, 1.0, 1.0, *angles, copies=0)
     with pytest.raises(ValueError, match="got 384 with m = 2 and d = 128"):
         call(a, b, 1.0, 1.0, *angles, num_kv_heads=2)

@@ -117,7 +117,7 @@ def test_copies_over_a_mapped_axis():
         ({"x": jnp.ones((3, 8), E4M3)}, "must be .tokens, n. and .tokens, k."),
         (
             {"x": jnp.ones((0, 8), E4M3), "places": jnp.zeros((0, 2), jnp.int32)},
-            "tokens must be positive, got 0",
+            "tokens must be a positive int, got 0",
         ),
         ({"x": jnp.ones((4, 8), jnp.bfloat16)}, "bfloat16"),
         ({"places": jnp.zeros((4, 2))}, "places"),

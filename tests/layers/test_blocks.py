@@ -260,7 +260,7 @@ def test_chunks_are_few(monkeypatch, logits_per_chunk, length, chunks):
     ("sizes", "message"),
     [
         ((64, 96, 4, 3, 16), "num_kv_heads must divide num_heads, got 3, 4"),
-        ((64, 0, 4, 2, 16), "intermediate_size must be positive, got 0"),
+        ((64, 0, 4, 2, 16), "intermediate_size must be a positive int, got 0"),
         ((64, 96, 4, 2, 15), "head_dim must be even for rotary embeddings, got 15"),
     ],
 )

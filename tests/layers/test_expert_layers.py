@@ -423,7 +423,7 @@ def test_equal_experts_are_a_dense_layer():
 def test_options_that_do_not_go_together_are_refused():
     for options, rule in (
         ({"top_k": 6}, "top_k must be at most num_experts 5, got 6"),
-        ({"top_k": 0}, "top_k must be positive, got 0"),
+        ({"top_k": 0}, "top_k must be a positive int, got 0"),
         ({"num_shared": -1}, "num_shared must be an integer of 0 or more, got -1"),
         ({"scores": "relu"}, "scores must be one of softmax, sigmoid, got 'relu'"),
         ({"scale": 0.0}, "scale must be positive, got 0.0"),
