@@ -71,9 +71,12 @@ def _choosing(
     """
     sources |= dict.fromkeys(program.constvars, frozenset())
     origins |= dict.fromkeys(program.constvars, frozenset())
+    pairs: set[frozenset[core.Var]] = set()  # Maxima of two arrays, with each of them.
     for eqn in program.eqns:
         operands = variables(eqn.invars)
-        if is_again and _chooses_among(eqn, numbers):
+        if eqn.primitive.name in ("clamp", "max", "min"):
+            pairs |= {frozenset((v, *eqn.outvars)) for v in operands}
+        if is_again and operands not in pairs and _chooses_among(eqn, numbers):
             yield frozenset().union(*(origins.get(v, ()) for v in operands))
         elif not is_again and _chooses(eqn, numbers):
             yield frozenset().union(*(sources.get(v, ()) for v in operands))
@@ -92,7 +95,7 @@ def _choosing(
 def _chooses_among(eqn: core.JaxprEqn, numbers: Mapping[core.Var, float]) -> bool:
     """Returns whether an operation chooses floating elements among others.
 
-    The gradient of a maximum compares numbers with it.
+    The gradient of a maximum over elements compares the elements with it.
     """
     if not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars):
         return False
