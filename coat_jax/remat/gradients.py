@@ -1,6 +1,7 @@
 """Reports that compare the gradients of two functions."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -133,21 +134,22 @@ def gradient_report(
             f"both functions must return the same shapes, got {shapes} and "
             f"{expected_shapes}"
         )
-    total = _norm(references)
+    compared = {i: _compared(grads[i], references[i]) for i in arrays}
+    total = math.hypot(*(norm for _, norm, _ in compared.values()))
 
     def row(i: int) -> GradientError:
-        norm, difference = _norm(references[i]), _difference(grads[i], references[i])
+        difference, norm, cosine = compared[i]
         return GradientError(
             path=keystr(leaves[i][0], simple=True, separator="/"),
             shape=arrays[i].shape,
             norm=norm,
             share=_ratio(norm, total),
             error=_ratio(difference, norm),
-            cosine=_cosine(grads[i], references[i]),
+            cosine=cosine,
             is_usual=difference <= max(_OF_ITSELF * norm, _OF_ALL * total),
         )
 
-    output_error = _ratio(_difference(results, expected), _norm(expected))
+    output_error = _ratio(*_compared(results, expected)[:2])
     return GradientReport(rows=tuple(map(row, arrays)), output_error=output_error)
 
 
@@ -185,22 +187,18 @@ def _flat(tree: Any) -> np.ndarray:
     return np.concatenate([x.astype(dtype) for x in flat])
 
 
-def _norm(tree: Any) -> float:
-    return float(np.linalg.norm(_flat(tree)))
+def _compared(actual: Any, expected: Any) -> tuple[float, float, float]:
+    """Compares the floating elements of two trees.
 
-
-def _difference(actual: Any, expected: Any) -> float:
-    return float(np.linalg.norm(_flat(actual) - _flat(expected)))
+    Returns the norm of their difference, the norm of `expected`, and the cosine.
+    """
+    a, b = _flat(actual), _flat(expected)
+    difference, norm, other = (float(np.linalg.norm(x)) for x in (a - b, b, a))
+    product, norms = float(np.vdot(b, a).real), norm * other
+    return difference, norm, product / norms if norms else np.nan
 
 
 def _ratio(part: float, whole: float) -> float:
     if whole or not part:
         return part / (whole or 1.0)
     return np.inf
-
-
-def _cosine(actual: Any, expected: Any) -> float:
-    norms = _norm(actual) * _norm(expected)
-    return (
-        float(np.vdot(_flat(expected), _flat(actual)).real) / norms if norms else np.nan
-    )
