@@ -46,6 +46,7 @@ class PlainRecipe(Recipe):
       product: A function that multiplies rows by the weights of experts; None if the
         recipe does not support experts.
       pointwise: The wrapper of norms, gates and RoPE.
+      outside: The wrapper of functions outside of segments; see `Recipe`.
       segment: The wrapper of the segments before and after attention, functions
         (parameters, x).
       projection: The wrapper of the output projection, a function (parameters, o, x).
@@ -57,6 +58,7 @@ class PlainRecipe(Recipe):
     stacked: bool = True
     product: Product | None = None
     pointwise: Wrapper = identity
+    outside: Wrapper = identity
     segment: Wrapper = identity
     projection: Wrapper = identity
     attention: Wrapper = identity
@@ -208,7 +210,7 @@ class PlainRecipe(Recipe):
             )
             return x + y.reshape(x.shape), shares
 
-        return composed.over_shards_of(segment, params, x, axis)
+        return composed.over_shards_of(self.segment(segment), params, x, axis)
 
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
         """Returns `x`: the residual stream is a plain array in this recipe."""

@@ -115,12 +115,15 @@ class Recipe(abc.ABC):
       takes_codes: Whether segments also take weights that are quantized beforehand.
       pointwise: The wrapper of the functions that compute norms, gates and RoPE outside
         of the FP8 flow.
+      outside: The wrapper of functions outside of segments, such as a model's last
+        norm.
     """
 
     scalings: ClassVar[tuple[Scaling, ...]]
     optimizer: ClassVar[Callable[..., optax.GradientTransformation]]
     takes_codes: ClassVar[bool]
     pointwise: Wrapper
+    outside: Wrapper
 
     @property
     @abc.abstractmethod

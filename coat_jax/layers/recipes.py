@@ -43,7 +43,7 @@ from coat_jax.remat.api import fp8_remat, rerun
 from pallas_kernels import Activation
 from pallas_kernels.checks import WIDE, check_dtype
 
-RecipeName = Literal["bf16", "te", "coat", "coat_max", "coat_block"]
+RecipeName = Literal["bf16", "te", "coat", "coat_max", "coat_block", "coat_bf16"]
 
 
 def _plain_linear(x: Array, w: Array) -> Array:
@@ -66,6 +66,7 @@ class Fp8Recipe(Recipe):
     optimizer: ClassVar[Callable[..., Any]] = staticmethod(fp8_adamw)
     takes_codes: ClassVar[bool] = True
     pointwise: ClassVar[Wrapper] = staticmethod(jax.checkpoint)
+    outside: ClassVar[Wrapper] = staticmethod(identity)
 
     def enter(
         self, x: Float[Array, "b s h"], batch_axes: str | tuple[str, ...] | None = None
@@ -184,6 +185,16 @@ RECIPES: dict[RecipeName, Recipe] = {
     # and the projection reads the output that attention saves.
     "coat_block": PlainRecipe(
         linear=blockwise.linear,
+        outside=jax.checkpoint,
+        segment=fp8_remat,
+        projection=jax.checkpoint,
+        optimizer=fp8_adamw,
+    ),
+    # The same is saved, but all matmuls are in BF16.
+    "coat_bf16": PlainRecipe(
+        linear=_plain_linear,
+        product=plain_product,
+        outside=jax.checkpoint,
         segment=fp8_remat,
         projection=jax.checkpoint,
         optimizer=fp8_adamw,

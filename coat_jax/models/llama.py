@@ -139,7 +139,8 @@ class Llama(nnx.Module):
         if self.config.norm_offset:
             weight = weight.astype(jnp.float32) + self.config.norm_offset
         norm = recipes.Norm(kind=self.config.norm, eps=self.config.norm_eps)
-        return recipes.RECIPES[self.config.recipe].norm(norm)(weight, x)
+        recipe = recipes.RECIPES[self.config.recipe]
+        return recipe.outside(recipe.norm(norm))(weight, x)
 
     def logits(self, hidden: Float[Array, "*b h"]) -> Float[Array, "*b vocab"]:
         """Computes logits from the result of `hidden`, at all or at some positions."""

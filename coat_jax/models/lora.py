@@ -120,14 +120,17 @@ def linear(x: Float[Array, "*batch k"], w: Adapted) -> Float[Array, "..."]:
     return y + jnp.tensordot(low, w.b.astype(x.dtype), axes=(-1, -1))
 
 
+# The projection reads the output that attention saves.
+_COAT = PlainRecipe(linear=linear, segment=fp8_remat, projection=jax.checkpoint)
 # The recipes of layers with adapters. No recipe computes gradients of frozen weights.
 # "coat_max" saves queries, keys and values in FP8, and backward runs attention again.
 RECIPES: dict[RecipeName, PlainRecipe] = {
     "bf16": PlainRecipe(linear=linear),
-    # The projection reads the output that attention saves.
-    "coat": PlainRecipe(linear=linear, segment=fp8_remat, projection=jax.checkpoint),
+    "coat": _COAT,
     "coat_max": PlainRecipe(linear=linear, segment=fp8_remat, attention=rerun),
+    "coat_bf16": _COAT,
 }
+_FROZEN_IN_FP8: tuple[RecipeName, ...] = ("coat", "coat_max")
 
 
 def adapt(
@@ -147,7 +150,7 @@ def adapt(
       model: The model, with the recipe "bf16".
       rank: The rank of the adapters.
       alpha: The factor of the adapters, times the rank; None means twice the rank.
-      recipe: The recipe of the layers: "bf16", "coat" or "coat_max".
+      recipe: The recipe of the layers: "bf16", "coat", "coat_max" or "coat_bf16".
       rngs: The random number generators for the adapters.
 
     Raises:
@@ -184,7 +187,7 @@ def adapt(
     options = {
         "rank": rank,
         "alpha": alpha,
-        "quantizes": recipe != "bf16",
+        "quantizes": recipe in _FROZEN_IN_FP8,
         "rngs": rngs,
     }
     layers = model.layers

@@ -43,7 +43,8 @@ class VitConfig:
       norm_eps: The number that the norms add to the variance.
       dtype: The dtype of the computation.
       param_dtype: The dtype of the parameters.
-      recipe: The precision recipe of the blocks: "bf16", "te", "coat" or "coat_max".
+      recipe: The precision recipe of the blocks: "bf16", "te", "coat", "coat_max" or
+        "coat_bf16".
     """
 
     image_size: int
@@ -109,6 +110,7 @@ _PRECISIONS: dict[recipes.RecipeName, Precision] = {
     "coat_max": Precision(
         dot_general=fp8_dot_general, segment=fp8_remat, attention=rerun
     ),
+    "coat_bf16": Precision(dot_general=lax.dot_general, segment=fp8_remat),
 }
 
 

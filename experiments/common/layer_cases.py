@@ -90,6 +90,7 @@ CASES: dict[str, LayerCase] = {
     "coat, delayed scaling": LayerCase("coat", scaling="delayed"),
     "coat_max": LayerCase("coat_max"),
     "coat_block": LayerCase("coat_block"),
+    "coat_bf16": LayerCase("coat_bf16"),
 }
 # The BF16 cases that JAX offers without this library.
 PLAIN = tuple(name for name in CASES if name.startswith("bf16") and "fp8" not in name)

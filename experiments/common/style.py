@@ -17,6 +17,7 @@ RECIPE_COLORS: dict[RecipeName, str] = {
     "coat": "#d1495b",
     "coat_max": "#edae49",
     "coat_block": "#7b4ea3",
+    "coat_bf16": "#3a86c8",
 }
 # Lines, markers and bars differ in grayscale, too.
 RECIPE_LINES: dict[RecipeName, str | tuple[int, tuple[float, ...]]] = {
@@ -25,6 +26,7 @@ RECIPE_LINES: dict[RecipeName, str | tuple[int, tuple[float, ...]]] = {
     "coat": (0, (6, 1, 1, 1)),
     "coat_max": (0, (1, 1)),
     "coat_block": (0, (4, 1, 1, 1, 1, 1)),
+    "coat_bf16": (0, (8, 2)),
 }
 RECIPE_MARKERS: dict[RecipeName, str] = {
     "bf16": "o",
@@ -32,6 +34,7 @@ RECIPE_MARKERS: dict[RecipeName, str] = {
     "coat": "^",
     "coat_max": "D",
     "coat_block": "v",
+    "coat_bf16": "P",
 }
 RECIPE_HATCHES: dict[RecipeName, str] = {
     "bf16": "",
@@ -39,6 +42,7 @@ RECIPE_HATCHES: dict[RecipeName, str] = {
     "coat": "...",
     "coat_max": "xxx",
     "coat_block": "---",
+    "coat_bf16": "\\\\\\\\",
 }
 
 

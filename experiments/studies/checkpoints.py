@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "te": {"recipe": "te", "dtype": "bfloat16"},
     "coat": {"recipe": "coat", "dtype": "bfloat16"},
     "coat_block": {"recipe": "coat_block", "dtype": "bfloat16"},
+    "coat_bf16": {"recipe": "coat_bf16", "dtype": "bfloat16"},
 }
 # The name of a row in float32, and the format that the model was saved in before.
 SAVED: dict[str, FP8Format] = {

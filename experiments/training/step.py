@@ -9,6 +9,7 @@ All recipes train the same model on the same data. They differ in precision:
 | `coat`       | FP8           | FP8, BF16 in attention  | FP8, expanded  |
 | `coat_max`   | FP8           | FP8                     | FP8, expanded  |
 | `coat_block` | FP8, blocks   | FP8, BF16 in attention  | FP8, expanded  |
+| `coat_bf16`  | BF16          | FP8, BF16 in attention  | FP8, expanded  |
 
 In `coat_block`, the operands of matmuls have a scale per block. "Expanded" moments are
 stored with the paper's dynamic range expansion.

@@ -88,7 +88,8 @@ def layer(recipe):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["coat", *map(slow, ("bf16", "te", "coat_max", "coat_block"))]
+    "recipe",
+    ["coat", *map(slow, ("bf16", "te", "coat_max", "coat_block", "coat_bf16"))],
 )
 def test_layers_run_on_each_devices_rows(recipe):
     graph, params = layer(recipe)

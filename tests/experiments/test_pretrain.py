@@ -138,7 +138,7 @@ def test_resume_refuses_other_data(finished, text, capsys):
         (["--preset", "huge"], "invalid choice: 'huge'"),
         (
             ["--recipes", "bf16,fp4"],
-            "recipes are bf16, te, coat, coat_max, coat_block; got 'fp4'",
+            "recipes are bf16, te, coat, coat_max, coat_block, coat_bf16; got 'fp4'",
         ),
         (["--recipes", "coat,coat"], "each once"),
         (["--steps", "0"], "steps must be positive, got 0"),

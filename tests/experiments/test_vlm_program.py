@@ -314,7 +314,7 @@ def test_bars_need_questions_and_seeds():
         (["--recipes", "coat"], "recipes must be bf16 and then others"),
         (
             ["--recipes", "bf16,fp4"],
-            "recipes are bf16, te, coat, coat_max, coat_block; got 'fp4'",
+            "recipes are bf16, te, coat, coat_max, coat_block, coat_bf16; got 'fp4'",
         ),
         (["--seeds", "0"], "seeds must be positive, got 0"),
         (["--lr", "nan"], "lr must be positive, got nan"),

@@ -432,7 +432,10 @@ def test_options_that_do_not_go_together_are_refused():
         with pytest.raises(ValueError, match=rule):
             Experts(**{"num_experts": COUNT, "top_k": 2, **options})
     for options, rule in (
-        ({"recipe": "coat_block"}, "a recipe among bf16, te, coat, coat_max, got"),
+        (
+            {"recipe": "coat_block"},
+            "a recipe among bf16, te, coat, coat_max, coat_bf16, got",
+        ),
         ({"scaling": "delayed"}, "scaling='just_in_time', got 'delayed'"),
         ({"norm_placement": "both"}, "norm_placement='before', got 'both'"),
     ):

@@ -253,7 +253,7 @@ def test_generation_is_that_of_the_sum():
         ),
         (
             {"rank": 2, "recipe": "te"},
-            "one of bf16, coat, coat_max for its layers, got",
+            "one of bf16, coat, coat_max, coat_bf16 for its layers, got",
         ),
     ],
 )

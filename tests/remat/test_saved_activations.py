@@ -17,11 +17,12 @@ from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
 from pallas_kernels.dispatch import devices, stand_ins
 
-RECIPES = ["bf16", "te", "coat_block", "coat", "coat_max"]
+RECIPES = ["bf16", "te", "coat_block", "coat_bf16", "coat", "coat_max"]
 FP8_RECIPES = RECIPES[1:]
 BATCH, LENGTH, HIDDEN = 4, 2048, 4096
 U = BATCH * LENGTH * HIDDEN * 2  # Bytes of the layer's BF16 input.
-BOUNDS = {"te": 14.5, "coat_block": 8.3, "coat": 8.3, "coat_max": 6.5}
+BOUNDS = {"te": 14.5, "coat_max": 6.5}
+BOUNDS |= dict.fromkeys(("coat_block", "coat_bf16", "coat"), 8.3)
 
 
 def abstract_layer(*sizes, recipe):

@@ -282,7 +282,7 @@ def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path, corpus, capsys):
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (
             ["--recipe", "bf16,fp8"],
-            "recipes are bf16, te, coat, coat_max, coat_block; got 'fp8'",
+            "recipes are bf16, te, coat, coat_max, coat_block, coat_bf16; got 'fp8'",
         ),
         (["--preset", "huge"], "invalid choice: 'huge'"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),

@@ -135,6 +135,8 @@ _RECIPES = (
             optimizer=_FP8),
     Variant(name="coat_block", about="the recipe coat_block",
             recipe=RECIPES["coat_block"], optimizer=_FP8),
+    Variant(name="coat_bf16", about="the recipe coat_bf16", recipe=RECIPES["coat_bf16"],
+            optimizer=_FP8),
     Variant(name="coat_moments_32", about="coat with float32 moments",
             recipe=RECIPES["coat"]),
     Variant(name="coat_ends_bf16", about="coat, first and last layer in BF16",
