@@ -14,6 +14,7 @@ size 576, so the results are about quality and not about speed.
 
 import sys
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rich.console import Console
 from experiments.common.programs import new_parser, results_path
 from experiments.common.results import Bar, default_path, read_results, write_results
 from experiments.common.tables import bars as bars_table
+from experiments.common.tables import grouped
 from experiments.finetune import compare
 from experiments.studies.finetune_data import DIALOGUES
 
@@ -159,22 +161,23 @@ def _suffices(hits: compare.Hits) -> bool:
 def _bars(
     differences: Sequence[dict[str, Any]], losses: Sequence[dict[str, Any]]
 ) -> list[Bar]:
-    """Returns the targets of `coat` relative to `bf16`, if both have run."""
+    """Returns the targets of `coat` and `coat_bf16` relative to `bf16`."""
     of_recipe = {
-        recipe: np.mean([row["val_loss"] for row in losses if row["recipe"] == recipe])
-        for recipe in ("bf16", "coat")
-        if any(row["recipe"] == recipe for row in losses)
+        recipe: np.mean([row["val_loss"] for row in rows])
+        for recipe, rows in grouped(losses, itemgetter("recipe")).items()
     }
-    if len(of_recipe) < 2:
-        return []
-    gap = 100 * abs(of_recipe["coat"] / of_recipe["bf16"] - 1)
-    name = "coat - bf16, validation loss, percent"
-    bars = [Bar.of(name, "<=", _LOSS_PERCENT, float(gap))]
-    for row in differences:
-        if (row["recipe"], row["beside"], row["family"]) == ("coat", "bf16", "all"):
-            farthest = max(abs(row["low_points"]), abs(row["high_points"]))
-            name = "coat - bf16, right answers, farthest end of the interval, points"
-            bars.append(Bar.of(name, "<=", _POINTS, farthest))
+    bars = []
+    for recipe in ("coat", "coat_bf16"):
+        if not {recipe, "bf16"} <= of_recipe.keys():
+            continue
+        gap = 100 * abs(of_recipe[recipe] / of_recipe["bf16"] - 1)
+        name = f"{recipe} - bf16, validation loss, percent"
+        bars.append(Bar.of(name, "<=", _LOSS_PERCENT, float(gap)))
+        for row in differences:
+            if (row["recipe"], row["beside"], row["family"]) == (recipe, "bf16", "all"):
+                farthest = max(abs(row["low_points"]), abs(row["high_points"]))
+                name = f"{recipe} - bf16, right answers, farthest end of the interval"
+                bars.append(Bar.of(f"{name}, points", "<=", _POINTS, farthest))
     return bars
 
 
