@@ -78,9 +78,10 @@ class FolderEncoder(Encoder):
         if end := self._tokens.pattern.search(pieces[2]):
             number = self._tokens.special[end[0]]
             self.stop_tokens = sorted({*self.stop_tokens, number})
-        pieces += _pieces(template, ("system", *turns)) or []
         edges = {self._tokens.tokenizer.id_to_token(n) for n in self.stop_tokens}
         edges |= {special_tokens(self._folder)["bos_token"]}
+        edges -= self._opening(pieces[: len(turns)])
+        pieces += _pieces(template, ("system", *turns)) or []
         self._role_words = sorted({x for p in pieces for x in self._markers(p, edges)})
         # The text between thoughts and content, for the fields that the template reads.
         self._after_thoughts = {
@@ -88,6 +89,18 @@ class FolderEncoder(Encoder):
             for name in THOUGHTS
             if (text := _after_thoughts(template, name)) is not None
         }
+
+    def _opening(self, pieces: Sequence[str]) -> set[str]:
+        """Returns the special token that the role of each message follows, if any.
+
+        In ChatML this is `<|im_start|>`, which SmolLM2 also begins documents with.
+        `pieces` are the texts that the template writes before the contents of messages.
+        """
+        opening = set()
+        for piece in pieces:
+            *before, role = self._tokens.pattern.split(piece)
+            opening.add(before[-1] if before and role == role.lstrip() else "")
+        return opening if len(opening) == 1 else set()
 
     def _markers(self, piece: str, edges: Set[str]) -> set[str]:
         """Returns the words that mark roles in a text that the template writes.

@@ -141,6 +141,34 @@ def test_words_next_to_special_tokens_are_no_marks_of_roles(tmp_path, template):
     encoder.encode(_chat("a user", "an assistant", system=system))
 
 
+@pytest.mark.parametrize(
+    ("template", "is_refused"),
+    [
+        (TEMPLATE, False),  # A role follows the token, as in SmolLM2.
+        (_DEFAULT + TEMPLATE, False),
+        (TEMPLATE.replace("'<|start|>'", "'<|start|>\n'"), True),
+        (
+            TEMPLATE.replace(
+                "'<|start|>' + m", "('' if loop.index > 1 else '<|start|>') + m"
+            ),
+            True,
+        ),
+    ],
+)
+def test_a_token_before_each_role_may_begin_documents(tmp_path, template, is_refused):
+    write_tokenizer(tmp_path, template)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"bos_token": "<|start|>"}
+    path.write_text(json.dumps(config))
+    encoder = FolderEncoder(tmp_path, 384, "refuse")
+    record = _chat("operating systems\nuser", "of a user\nassistant")
+    if is_refused:
+        with pytest.raises(ValueError, match="x: a message must not have the words"):
+            encoder.encode(record)
+    else:
+        assert _learned(encoder, record) == "of a user\nassistant<|end|>"
+
+
 _RENDERED = "<|start|>user\nq<|end|>\n<|start|>assistant\na<|end|>\n"
 
 
