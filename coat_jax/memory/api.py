@@ -72,8 +72,8 @@ def estimate_memory(
         "context" split the second-to-last axis of every matrix, or the axis of experts.
       recipe: The recipe, if it is not the configuration's.
       optimizer: The optimizer. By default it is `coat.fp8_adamw` for the recipes
-        "coat", "coat_max" and "coat_block", and `optax.adamw` with float32 moments for
-        the others.
+        that have "coat" in their names, and `optax.adamw` with float32 moments for the
+        others.
       released: Whether the optimizer steps inside the backward pass, so that the
         gradients of one layer exist at a time.
 
