@@ -236,6 +236,8 @@ AXES = {
         slow("te", "alone", SHARED),
         slow("coat", "data", EXPERTS),
         slow("bf16", "data", EXPERTS),
+        slow("coat_bf16", "fsdp", EXPERTS),
+        slow("coat_bf16", "alone", SHARED),
     ],
 )
 def test_layers_compute_what_one_device_does(recipe, axes, experts):
@@ -251,7 +253,7 @@ def test_layers_compute_what_one_device_does(recipe, axes, experts):
         assert_near(actual, expected, 1e-5 if recipe == "bf16" else 1e-3)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "te", "coat"])
+@pytest.mark.parametrize("recipe", ["bf16", "te", "coat", "coat_bf16"])
 def test_weights_that_are_gathered_are_not_saved(recipe):
     sizes, names = AXES["fsdp"]
     mesh, (x, _) = mesh_of(**sizes), streams()

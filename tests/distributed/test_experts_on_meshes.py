@@ -49,7 +49,7 @@ def results(recipe: str, mesh=None):
     return float(value), np.asarray(losses.routing.load), nnx.to_pure_dict(grads)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+@pytest.mark.parametrize("recipe", ["bf16", "coat", "coat_bf16"])
 def test_experts_split_over_devices(recipe):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     value, load, grads = results(recipe)
