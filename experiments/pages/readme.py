@@ -110,6 +110,7 @@ def results() -> str:
         release.released(),
         speed.estimates(),
         speed.layer(),
+        speed.in_bf16(),
         layers.versions(),
         layers.table_6(),
         layers.foreign(),

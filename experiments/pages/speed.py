@@ -1,7 +1,7 @@
 """Sections on time and memory of training steps, layers and kernels."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -42,27 +42,29 @@ def end_to_end() -> str:
     """Returns the section on training steps of Llama-2-7B on one GPU."""
     results = load("bench_e2e")
     first = results["rows"][0]
-    columns = (
-        Column("", "case"),
-        _BATCH,
-        Column("tokens/s", lambda row: _rate(row, "tokens_per_s")),
-        *_RATIOS,
-        _OPTIMIZER,
-        Column("saved activations", "activations_gib", "{:.1f} GiB"),
-        _PEAK,
-    )
     text = (
         f"**Training Llama-2-7B on one GPU** (`bench_e2e`): BF16 parameters, sequences "
         f"of {first['seq']:,} tokens, one {results['device']['name']}. `bf16` and `te` "
         "have `optax.adamw` with float32 moments, `coat` and `coat_max` "
         "`coat.fused_update`. Times its best: over the fastest `bf16` row here."
     )
-    return section(text, markdown(columns, results["rows"]))
+    return section(text, markdown(_OF_STEPS, results["rows"]))
 
 
 def _rate(row: dict[str, Any], key: str) -> str:
     """Returns the tokens per second of a row, or its error."""
     return f"{row[key]:,.0f}" if key in row else row["error"]
+
+
+_OF_STEPS = (
+    Column("", "case"),
+    _BATCH,
+    Column("tokens/s", lambda row: _rate(row, "tokens_per_s")),
+    *_RATIOS,
+    _OPTIMIZER,
+    Column("saved activations", "activations_gib", "{:.1f} GiB"),
+    _PEAK,
+)
 
 
 def several_gpus() -> str:
@@ -190,9 +192,37 @@ def _grown(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def in_bf16() -> str:
+    """Returns the section on the recipe `coat_bf16`."""
+    layers, steps = (
+        load(name, f"{name}_coat_bf16") for name in ("bench_layer", "bench_e2e")
+    )
+    text = (
+        "**Matmuls in BF16** (`coat_bf16`), which save and step as `coat` does, next "
+        f"to other recipes on one {layers['device']['name']}: layers as in the table "
+        "above (`bench_layer_coat_bf16`), and training Llama-2-7B as at the top of "
+        "this page (`bench_e2e_coat_bf16`)."
+    )
+    tables = markdown(*_layers(layers)), markdown(_OF_STEPS, steps["rows"])
+    return section(text, *tables)
+
+
 def layer() -> str:
     """Returns the section on one Llama layer."""
     results = load("bench_layer")
+    text = (
+        f"**One Llama layer** (`bench_layer`): milliseconds of forward and backward "
+        f"with BF16 weights and batch 4 on one {results['device']['name']}, all cases "
+        "in turns, and times `bf16`, by hidden size and sequence. `bf16` is what "
+        "`jax.vjp` saves, behind it are policies of `jax.checkpoint` and "
+        "`coat.fp8_remat` of the same layer."
+    )
+    image = markdown_image("Saved activations and time", "bench_layer", "bench_layer")
+    return section(text, markdown(*_layers(results)), image)
+
+
+def _layers(results: dict[str, Any]) -> tuple[tuple[Column, ...], Iterable[Any]]:
+    """Returns the columns and the rows of a table of `bench_layer`, a case a row."""
     times = {row["case"]: {} for row in results["rows"]}
     for row in results["rows"]:
         times[row["case"]][f"{row['hidden']}, {row['seq']}"] = row
@@ -206,15 +236,7 @@ def layer() -> str:
         ),
         *(Column(shape, lambda row, s=shape: time_of(row[s])) for shape in shapes),
     )
-    text = (
-        f"**One Llama layer** (`bench_layer`): milliseconds of forward and backward "
-        f"with BF16 weights and batch 4 on one {results['device']['name']}, all cases "
-        "in turns, and times `bf16`, by hidden size and sequence. `bf16` is what "
-        "`jax.vjp` saves, behind it are policies of `jax.checkpoint` and "
-        "`coat.fp8_remat` of the same layer."
-    )
-    image = markdown_image("Saved activations and time", "bench_layer", "bench_layer")
-    return section(text, markdown(columns, times.values()), image)
+    return columns, times.values()
 
 
 def time_of(row: dict[str, Any]) -> str:
