@@ -282,7 +282,28 @@ def compilation() -> str:
         value = functools.partial(_seconds, case=case)
         columns.append(Column(f"`{case}`", value, "{:.0f} ({:.1f})"))
     note = "In brackets over `bf16, remat`."
-    return section(text, markdown(columns, groups.items()), note)
+    return section(text, markdown(columns, groups.items()), note, *_starts())
+
+
+def _starts() -> tuple[str, str]:
+    """Returns a text and a table on processes that share a compilation cache."""
+    results = load("bench_starts")
+    rows = results["rows"]
+    text = (
+        "**Starts of a training** (`bench_starts`): seconds on the clock until the "
+        f"step of the {rows[0]['preset']} preset is compiled on one "
+        f"{results['device']['name']} with JAX {results['versions']['jax']}, in a "
+        "first process and in a second one that finds the first one's files in "
+        "`JAX_COMPILATION_CACHE_DIR`."
+    )
+    stages = ("trace", "lower", "compile")
+    columns = (
+        Column("", "case", "`{}`"),
+        Column("start", "start"),
+        *(Column(stage, f"{stage}_s", "{:.1f}") for stage in stages),
+        Column("in all", "seconds", "{:.1f}"),
+    )
+    return text, markdown(columns, rows)
 
 
 def _seconds(

@@ -153,7 +153,13 @@ def _headline() -> str:
         Column("of which optimizer", "optimizer_gib", "{:.0f} GiB"),
     )
     (experts_row,) = load("bench_e2e", "bench_e2e_experts")["rows"]
+    steps = load("bench_e2e", "bench_e2e_coat_bf16")["rows"]
+    rows = {(row["case"], row["batch"]): row for row in steps}
+    in_bf16, plain = rows["coat_bf16", 8], rows[_HEADLINE[1]]
     others = (
+        "`coat_bf16`, with BF16's matmuls and losses, is "
+        f"{in_bf16['tokens_per_s'] / plain['tokens_per_s']:.2f} times as fast as the "
+        f"second row, in {in_bf16['peak_gib']:.0f} GiB. "
         "At 4,096 tokens Llama-3-8B trains with `coat` "
         f"{release.times_bf16():.2f} times as fast as with BF16 (each at its best "
         "batch). Qwen3-30B-A3B trains in full on two H200s, at "

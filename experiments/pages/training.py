@@ -1,7 +1,7 @@
 """Sections on pretraining, meshes, fine-tuning and a vision-language model."""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from statistics import fmean
 from typing import Any
@@ -17,38 +17,47 @@ from experiments.pretrain.mesh_losses import ALONE, EARLY
 from experiments.training.settings import PRESETS
 
 _TRAININGS = "pretrain_300m_compared", "pretrain_124m_compared"
+_FURTHER = "pretrain_300m_h200_compared"  # Further seeds of the larger model.
 
 
 def losses() -> str:
     """Returns README.md's text about validation losses and its figure of losses."""
     results = load("pretrain", _TRAININGS[0])
-    rows = over_seeds(results["rows"])
-    gaps = {recipe: f"{row['val_gap_percent']:.1f}%" for recipe, row in rows.items()}
-    every = all_gaps()
-    (count,) = {len(each) for each in every.values()}
-    means = {recipe: f"{fmean(each):.1f}%" for recipe, each in every.items()}
+    of_larger = all_gaps((_TRAININGS[0], _FURTHER))
+    gaps, means = (
+        {recipe: f"{fmean(each):.1f}%" for recipe, each in by_recipe.items()}
+        for by_recipe in (of_larger, all_gaps())
+    )
     paper = 100 * (TABLE_3["coat"][0] / TABLE_3["bf16"][0] - 1)
+    size = _millions(results["rows"][0]["parameters"])
     text = (
-        f"A Llama of {_millions(rows['bf16']['parameters'])} parameters that reads "
-        f"{_millions(_tokens(results))} bytes of source code ends with a validation "
-        f"loss above `bf16`'s: by {gaps['te']} with `te`, {gaps['coat']} with `coat` "
-        f"and {gaps['coat_max']} with `coat_max`, the means of {rows['bf16']['seeds']} "
-        f"seeds. Over all {count} trainings of this model and a smaller one the mean "
+        f"A Llama of {size} parameters that reads {_millions(_tokens(results))} bytes "
+        "of source code ends with a validation loss above `bf16`'s: by "
+        f"{gaps['te']} with `te`, {gaps['coat']} with `coat` and {gaps['coat_max']} "
+        f"with `coat_max`, the means of {_counts(of_larger)} seeds. Over all "
+        f"{_counts(all_gaps())} trainings of this model and a smaller one the mean "
         f"gaps are {means['te']}, {means['coat']} and {means['coat_max']}. The paper's "
         f"OLMo-1B ends {paper:.1f}% above its BF16 run. "
         "[Nearly all](experiments/README.md) of our gap comes from FP8 in forward "
-        "matmuls. The figure shows training losses, and their gaps to `bf16`:"
+        "matmuls, which `coat_bf16` has in BF16. Training losses, and gaps to `bf16`:"
     )
     return textwrap.fill(text, 98) + "\n"
 
 
-def all_gaps() -> dict[str, list[float]]:
+def _counts(by_recipe: Mapping[str, Sequence[float]]) -> str:
+    """Returns the numbers of trainings, as the fewest and the most of a recipe."""
+    counts = {len(each) for each in by_recipe.values()}
+    return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+
+
+def all_gaps(names: Sequence[str] = (*_TRAININGS, _FURTHER)) -> dict[str, list[float]]:
     """Returns the percentages by which validation losses exceed `bf16`'s, by recipe.
 
-    Each training is compared with the `bf16` training of the same seed and data.
+    Each training in the results files `names` is compared with the `bf16` training of
+    the same seed and data.
     """
     by_recipe: dict[str, list[float]] = {}
-    for name in _TRAININGS:
+    for name in names:
         rows = load("pretrain", name)["rows"]
         for recipe, each in comparison.gaps(rows, "val_loss").items():
             by_recipe.setdefault(recipe, []).extend(each)
@@ -71,6 +80,7 @@ def pretraining() -> str:
             _losses_and_costs(results),
             markdown_image(f"Loss curves of the preset {preset}", "pretrain", name),
         ]
+    further = load("pretrain", _FURTHER)
     columns = (
         Column("", lambda line: line[0], "`{}`"),
         Column("trainings", lambda line: len(line[1])),
@@ -79,7 +89,12 @@ def pretraining() -> str:
     )
     return section(
         *parts,
-        "All trainings of both, and the 95% interval of the mean:",
+        f"Further seeds of the larger model (`{_FURTHER}`), on one "
+        f"{further['device']['name']} each:",
+        _losses_and_costs(further),
+        "All seeds of the larger model, and the 95% interval of the mean:",
+        markdown(columns, all_gaps((_TRAININGS[0], _FURTHER)).items()),
+        "All trainings of both models:",
         markdown(columns, all_gaps().items()),
         *_length(),
         *_scales_of_blocks(),
