@@ -8,8 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from coat_jax.fp8.matmul import Fp8Weight, Weight
-from coat_jax.layers import recipes
+from coat_jax.layers import recipes, segment_params
 from coat_jax.layers.attention import (
     LLAMA_SCORES,
     Scores,
@@ -21,16 +20,12 @@ from coat_jax.layers.experts.routing import Experts, Routing, Shares
 from coat_jax.layers.heads import HeadSteps, QkNorm
 from coat_jax.layers.rope import Rope, RopeScaling
 from coat_jax.quantization.delayed import OverwriteWithGradient, new_history
-from pallas_kernels import Activation, NormKind, Scaled
+from pallas_kernels import Activation, NormKind
 from pallas_kernels.checks import check_floating, check_positive
 
 WEIGHTS = ("qkv", "out", "gate_up", "down")
 # The initial amax of a gradient. E5M2 covers 2**-31 of it, so a first gradient fits.
 _GRADIENT = 1.0
-
-
-class WeightCodes(nnx.Variable[Array]):
-    """A variable for FP8 codes of a weight, or their scales, used by several passes."""
 
 
 class SelectionBias(nnx.Variable[Array]):
@@ -273,14 +268,7 @@ class DecoderLayer(nnx.Module):
             )
         self.codes = nnx.Dict()
         for name in WEIGHTS if self.experts is None else WEIGHTS[:2]:
-            weight = Fp8Weight.of(getattr(self, name)[...])
-            codes = {
-                "rows": weight.rows.codes,
-                "rows_scale": weight.rows.scale,
-                "transposed": weight.transposed,
-                "scale": weight.scale,
-            }
-            self.codes[name] = nnx.Dict({k: WeightCodes(x) for k, x in codes.items()})
+            self.codes[name] = segment_params.codes_of(getattr(self, name)[...])
 
     @property
     def _recipe(self) -> recipes.Recipe:
@@ -290,55 +278,6 @@ class DecoderLayer(nnx.Module):
     def _in_norm(self) -> recipes.Norm | None:
         return None if self.norm_placement == "after" else self.norm
 
-    def _params(
-        self, *names: str, codes: bool = True, **norms: nnx.Param | None
-    ) -> recipes.Params:
-        """Returns the parameters of the segment with the weights `names`.
-
-        Weights come with their codes if there are any and `codes` is true. `norms` has
-        the weights of norms, by their names in the parameters of `Recipe`'s methods.
-        """
-        params: dict[str, Any] = {name: self._weight(name, codes) for name in names}
-        params["norm"] = None
-        for name, weight in norms.items():
-            if name == "norm" or weight is not None:
-                params[name] = self._norm_weight(weight)
-        if self.amax is not None:
-            histories = {k: v for k, v in self.amax.items() if k.startswith(names)}
-            params["amax"] = {k: history[...] for k, history in histories.items()}
-        return params
-
-    def _norm_weight(self, weight: nnx.Param | None) -> Array | None:
-        if weight is None or not self.norm_offset:
-            return None if weight is None else weight[...]
-        # The sum has more digits than a bfloat16 parameter.
-        return weight[...].astype(jnp.float32) + self.norm_offset
-
-    def _head_params(self) -> dict[str, Array]:
-        """Returns the parameters of the steps between `qkv` matmul and attention."""
-        arrays = {
-            "bias": None if self.qkv_bias is None else self.qkv_bias[...],
-            "q_norm": self._norm_weight(self.q_norm),
-            "k_norm": self._norm_weight(self.k_norm),
-        }
-        return {name: array for name, array in arrays.items() if array is not None}
-
-    def _out_params(self, codes: bool = True) -> recipes.Params:
-        """Returns the parameters of `Recipe.attention_out`."""
-        params = self._params("out", codes=codes, out_norm=self.attention_out_norm)
-        if self.attention.steps is None:
-            return params
-        return {**params, "heads": self._head_params()}
-
-    def _mlp_params(self, codes: bool = True) -> recipes.Params:
-        norms = {"norm": self.mlp_norm, "out_norm": self.mlp_out_norm}
-        params = self._params("gate_up", "down", codes=codes, **norms)
-        if self.experts is None:
-            return params
-        bias = self.router_bias
-        params["router_bias"] = None if bias is None else bias[...]
-        return {**params, "router": self.router[...]}
-
     def _mlp(
         self, recipe: recipes.Recipe, x: recipes.Residual, codes: bool = True
     ) -> tuple[recipes.Residual, Shares | None]:
@@ -347,7 +286,7 @@ class DecoderLayer(nnx.Module):
         A layer without experts returns None for them. If `codes` is false, the codes of
         `quantize_weights` are not used, and tokens are not sent to other devices.
         """
-        params = self._mlp_params(codes)
+        params = segment_params.mlp(self, codes=codes)
         if self.experts is not None:
             options = {"experts": self.experts, "batch_axes": self.batch_axes}
             # Without codes these are steps of generation, with too few tokens to split.
@@ -360,14 +299,6 @@ class DecoderLayer(nnx.Module):
     @property
     def _local(self) -> Array | None:
         return None if self.local is None else self.local[...]
-
-    def _weight(self, name: str, codes: bool) -> Weight:
-        weight = getattr(self, name)[...]
-        if self.codes is None or not codes or name not in self.codes:
-            return weight
-        arrays = {k: x[...] for k, x in self.codes[name].items()}
-        rows = Scaled(arrays.pop("rows"), arrays.pop("rows_scale"))
-        return Fp8Weight(weight, rows, **arrays)
 
     def __call__(
         self, x: recipes.Residual, segment_ids: Int[Array, "b s"] | None = None
@@ -399,10 +330,10 @@ class DecoderLayer(nnx.Module):
         recipe = self._recipe
         plain = not isinstance(x, recipes.Stream)
         x = recipe.enter(x) if plain else x
-        params = self._params("qkv", norm=self.attention_norm)
+        params = segment_params.attention_in(self)
         attended = recipe.attention_in(params, x, norm=self._in_norm, heads=self.heads)
         x = recipe.attention_out(
-            self._out_params(),
+            segment_params.attention_out(self),
             *attended,
             segment_ids,
             attention=self.attention,
@@ -459,16 +390,18 @@ class DecoderLayer(nnx.Module):
           The residual stream, and the second result of `attention`.
         """
         recipe = recipes.UNQUANTIZED
-        params = self._params("qkv", norm=self.attention_norm, codes=False)
+        params = segment_params.attention_in(self, codes=False)
         y = recipe.project_in(params, x, norm=self._in_norm)
         q, k, v = self.heads.split(y, start)
         if self.attention.steps is not None:
             position = {"start": start, "local": self._local}
             q, k, v = self.attention.steps.apply(
-                self._head_params(), q, k, v, **position
+                segment_params.heads(self), q, k, v, **position
             )
         o, extra = attention(q, k, v)
         out_norm = self.attention.out_norm
-        x = recipe.project_out(self._out_params(codes=False), o, x, norm=out_norm)
+        x = recipe.project_out(
+            segment_params.attention_out(self, codes=False), o, x, norm=out_norm
+        )
         x, _ = self._mlp(recipe, x, codes=False)
         return x, extra
