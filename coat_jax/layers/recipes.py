@@ -37,7 +37,7 @@ from coat_jax.layers.recipe import (
     Scaling,
     Wrapper,
 )
-from coat_jax.meshes import batch_shards
+from coat_jax.meshes import batch_shards, on_explicit_tokens
 from coat_jax.optimizers.adam import fp8_adamw
 from coat_jax.remat.api import fp8_remat, rerun
 from pallas_kernels import Activation
@@ -47,7 +47,10 @@ RecipeName = Literal["bf16", "te", "coat", "coat_max", "coat_block", "coat_bf16"
 
 
 def _plain_linear(x: Array, w: Array) -> Array:
-    return jnp.tensordot(x, w.astype(x.dtype), axes=(-1, -1))
+    def product(x, w):
+        return jnp.tensordot(x, w.astype(x.dtype), axes=(-1, -1))
+
+    return on_explicit_tokens(product, x, x.ndim - 1)(x, w)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

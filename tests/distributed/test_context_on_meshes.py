@@ -170,6 +170,16 @@ def test_other_recipes_have_the_codes_of_one_device(recipe, sizes, changes):
     assert_same(run_on(context_of(MESHES[sizes]), recipe, **changes), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, STEPS])
+def test_copies_of_unquantized_results_differ_by_few_roundings(changes):
+    """Sums in another order round a few elements of BF16 results the other way."""
+    _, expected = alone("coat_bf16", **changes)
+    actual = run_on(context_of(MESHES["2 x 2"]), "coat_bf16", **changes)
+    assert actual[0] == pytest.approx(float(expected[0]), rel=1e-6)
+    assert max(distances(actual[1], expected[1])) < 5e-3
+
+
 def assert_same(actual, expected):
     """Checks that a loss and gradients differ only by the order of float32 sums.
 
@@ -184,10 +194,9 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("recipe", ["coat", "bf16"])
 def test_explicit_axes_compute_the_same(recipe):
     context = context_of(MESHES["2 x 2"], AxisType.Explicit)
-    # Weights of the recipe "bf16" have to be whole on explicit axes.
     changes = {} if recipe == "coat" else {"dtype": jnp.float32}
     _, expected = alone(recipe, **changes)
-    assert_same(run_on(context, recipe, recipe == "coat", **changes), expected)
+    assert_same(run_on(context, recipe, **changes), expected)
 
 
 def test_devices_exchange_heads_and_gather_no_activations(fp8_on_four):

@@ -95,6 +95,20 @@ def hopper(monkeypatch):
     monkeypatch.setattr(devices, "has_hopper", lambda: True)
 
 
+@pytest.mark.parametrize(("recipe", "error"), [("bf16", 1e-5), ("coat_bf16", 1e-2)])
+def test_matmuls_in_bf16_take_sharded_weights_on_explicit_axes(recipe, error):
+    """Copies in FP8 round a few elements the other way after sums in another order."""
+    graph, params = layer(recipe, dtype=jnp.float32)
+    run, args = jax.jit(gradients(graph)), (params, *rows(jnp.float32))
+    sharded = on(mesh_of(EXPLICIT), *args, fully_sharded)
+    actual, expected = run(*sharded), run(*args)
+    assert max(distances(actual, expected)) < error
+    for gradient, param in zip(
+        *map(jax.tree.leaves, (actual[1], sharded[0])), strict=True
+    ):
+        assert gradient.sharding.is_equivalent_to(param.sharding, param.ndim)
+
+
 @BOTH
 @pytest.mark.parametrize(
     "spec", [slow(lambda p: P()), fully_sharded], ids=["data", "fsdp"]
