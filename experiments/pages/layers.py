@@ -7,6 +7,7 @@ import functools
 import textwrap
 from typing import Any
 
+from experiments.bench.starts import STAGES
 from experiments.common.results import NEWEST_JAX, OLDEST_JAX, load
 from experiments.common.tables import Column, by_column, grouped, markdown
 from experiments.pages.release import times_bf16
@@ -290,13 +291,12 @@ def _starts() -> tuple[str, str]:
     results = load("bench_starts")
     rows = results["rows"]
     text = (
-        "**Starts of a training** (`bench_starts`): seconds on the clock until the "
-        f"step of the {rows[0]['preset']} preset is compiled on one "
-        f"{results['device']['name']} with JAX {results['versions']['jax']}, in a "
-        "first process and in a second one that finds the first one's files in "
-        "`JAX_COMPILATION_CACHE_DIR`."
+        "**Starts of a training** (`bench_starts`): seconds on the clock until a step "
+        f"of {rows[0]['model']} is compiled on one {results['device']['name']} with "
+        f"JAX {results['versions']['jax']}, in a first process and in a second one "
+        "that finds the first one's files in `JAX_COMPILATION_CACHE_DIR`."
     )
-    stages = ("trace", "lower", "compile")
+    stages = [stage for stage in STAGES if f"{stage}_s" in rows[0]]
     columns = (
         Column("", "case", "`{}`"),
         Column("start", "start"),
