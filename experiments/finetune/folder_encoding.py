@@ -261,6 +261,7 @@ class FolderEncoder(Encoder):
     ) -> tuple[str, np.ndarray, np.ndarray]:
         """Returns messages as text, their tokens, and each token's position in it."""
         text = self._rendered(messages, prompt)
+        self._check_system(messages, prompt)
         hidden = []
         for index, message in enumerate(messages):
             self._check_message(message)
@@ -277,6 +278,21 @@ class FolderEncoder(Encoder):
                 )
             hidden.append(span)
         return text, *self._tokens.encode(text, hidden)
+
+    def _check_system(self, messages: Sequence[Message], prompt: bool) -> None:
+        """Raises ValueError if the template leaves out the system message.
+
+        Some templates, such as Mistral's, write it only before a last question.
+        """
+        if messages[0]["role"] != "system":
+            return
+        mark = _MARK.format("s")
+        marked = [messages[0] | {"content": mark}, *messages[1:]]
+        if mark not in self._rendered(marked, prompt):
+            raise ValueError(
+                "the chat template leaves out the system message of this conversation; "
+                "write it into the first question"
+            )
 
     def _check_message(self, message: Message) -> None:
         """Raises ValueError for text that could be read as a role or is not read."""

@@ -34,6 +34,15 @@ _WITHIN = (
     "m.content.strip() + ' [/INST]' }}{% set ns.system = '' %}"
     "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
+# The system message comes before a question that is last, as in Mistral 7B v0.3.
+_LAST = (
+    "{% for m in messages %}{% if m.role != 'system' %}"
+    "{{ '<|start|>' + m.role + '\n' }}"
+    "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}"
+    "{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content + '<|end|>\n' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
 _DEFAULT = (
     "{% if messages[0].role != 'system' %}"
     "{{ '<|start|>system\nYou are kind.\nKnowledge: 2023<|end|>\n' }}{% endif %}"
@@ -167,6 +176,14 @@ def test_a_token_before_each_role_may_begin_documents(tmp_path, template, is_ref
             encoder.encode(record)
     else:
         assert _learned(encoder, record) == "of a user\nassistant<|end|>"
+
+
+@pytest.mark.parametrize("loss", ["answers", "all"])
+def test_no_system_message_is_left_out_silently(tmp_path, loss):
+    encoder = _encoder(tmp_path, _LAST)
+    encoder.encode(_chat("a", "b", "c", "d"), loss)
+    with pytest.raises(ValueError, match="x: the chat template leaves out the system"):
+        encoder.encode(_chat("a", "b", "c", "d", system="s"), loss)
 
 
 _RENDERED = "<|start|>user\nq<|end|>\n<|start|>assistant\na<|end|>\n"
