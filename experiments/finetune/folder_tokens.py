@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from coat_jax.models import hf
+from coat_jax.models.hf.folder import read_json
+from coat_jax.models.hf.text import special_tokens
 
 _BLANK = " \t\n\r▁"
 
@@ -114,6 +116,30 @@ class FolderTokens:
             for match in self.pattern.finditer(text, begin, end):
                 yield match.start(), match[0]
         yield len(text), ""
+
+
+def end_token(folder: Path, special: dict[str, int]) -> int:
+    """Returns the token that ends a document: the tokenizer's `eos_token`.
+
+    Raises:
+      ValueError: If the tokenizer lacks this token.
+    """
+    name = special_tokens(folder)["eos_token"]
+    if name not in special:
+        raise ValueError(
+            f"the tokenizer of {folder} must have its eos_token, got {name!r:.60}"
+        )
+    return special[name]
+
+
+def stop_tokens(folder: Path) -> list[int]:
+    """Returns the tokens at which the folder's config files end a generation."""
+    stops: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            values = read_json(folder, name).get("eos_token_id")
+            stops += values if isinstance(values, list) else [values]
+    return [stop for stop in stops if type(stop) is int]
 
 
 def _alias(number: int) -> str:

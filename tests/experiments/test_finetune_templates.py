@@ -186,6 +186,15 @@ def test_no_system_message_is_left_out_silently(tmp_path, loss):
         encoder.encode(_chat("a", "b", "c", "d", system="s"), loss)
 
 
+def test_a_template_without_a_token_after_answers_is_named(tmp_path, capsys):
+    for template, has_note in ((TEMPLATE, False), (TEMPLATE.replace("|", ""), True)):
+        encoder = _encoder(tmp_path, template)
+        _ = encoder.template
+        assert (
+            "no special token after an answer" in capsys.readouterr().out
+        ) is has_note
+
+
 _RENDERED = "<|start|>user\nq<|end|>\n<|start|>assistant\na<|end|>\n"
 
 
