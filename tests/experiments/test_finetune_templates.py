@@ -240,16 +240,26 @@ def test_first_and_last_tokens_are_not_doubled(tmp_path):
     assert reads.encode(asked).tokens.tolist() == [1, *letter, 0, *letter, 0]
 
 
-def test_runs_of_spaces_are_no_markup(tmp_path):
+def test_spaces_and_tags_of_html_are_no_markup(tmp_path):
     write_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    tokenizer.add_tokens(["  ", "\n\n"])
+    tokenizer.add_tokens(["  ", "\n\n", "<h1>", "</td>", "<s>"])
+    tokenizer.add_special_tokens(["<b>"])
     tokenizer.save(str(path))
-    encoder = FolderEncoder(tmp_path, 384)
-    text = "What  is\n\n7?"
-    tokens = encoder.encode(Passage(completion=text)).tokens.tolist()
-    assert tokens == [*tokenizer.encode(text).ids, 0]
+    encoder = FolderEncoder(tmp_path, 400)
+    text = "What  is\n\n<h1>7?</td>"
+    ids = tokenizer.encode(text).ids
+    assert encoder.encode(Passage(completion=text)).tokens.tolist() == [*ids, 0]
+    tokens = encoder.encode(_chat("<think>", text)).tokens.tolist()
+    assert {tokenizer.token_to_id(tag) for tag in ("<h1>", "</td>")} <= set(tokens)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["bos_token"] = "<s>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    encoder = FolderEncoder(tmp_path, 400)
+    for tag in ("<b>", "<s>"):
+        with pytest.raises(ValueError, match=f"special token '{tag}'"):
+            encoder.encode(Passage(completion=tag))
 
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
