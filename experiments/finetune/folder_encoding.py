@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from coat_jax.models import hf
-from coat_jax.models.hf.folder import read_json
 from coat_jax.models.hf.text import special_tokens
 from experiments.finetune.conversations import (
     THOUGHTS,
@@ -17,7 +16,7 @@ from experiments.finetune.conversations import (
     result_of,
 )
 from experiments.finetune.encoding import Encoder, Markup, role_error
-from experiments.finetune.folder_tokens import FolderTokens
+from experiments.finetune.folder_tokens import FolderTokens, end_token, stop_tokens
 
 _BRACKETED = re.compile(r"[<\[{]\S*\w\S*[>\]}]")
 _MARK = "\ue000{}\ue001"
@@ -47,8 +46,8 @@ class FolderEncoder(Encoder):
         self._template: hf.ChatTemplate | None = None
         self._folder, self.vocab_size, self._markup = folder, vocab_size, markup
         self._tokens = FolderTokens(folder)
-        self._end = _end_token(folder, self._tokens.special)
-        self.stop_tokens = sorted({self._end, *_stop_tokens(folder)})
+        self._end = end_token(folder, self._tokens.special)
+        self.stop_tokens = sorted({self._end, *stop_tokens(folder)})
         if max(self.stop_tokens) >= vocab_size:
             raise ValueError(
                 f"the model of {folder} has {vocab_size} tokens, and none that is "
@@ -66,6 +65,8 @@ class FolderEncoder(Encoder):
     def _check_template(self, template: hf.ChatTemplate) -> None:
         """Sets the token that ends an answer, and the words that mark roles.
 
+        A line is printed if the template writes no token after an answer.
+
         Raises:
           ValueError: If the template changes the contents of messages.
         """
@@ -78,6 +79,12 @@ class FolderEncoder(Encoder):
         if end := self._tokens.pattern.search(pieces[2]):
             number = self._tokens.special[end[0]]
             self.stop_tokens = sorted({*self.stop_tokens, number})
+        else:
+            print(
+                f"{self._folder}: the chat template writes no special token after an "
+                "answer, so that the model learns none to stop at",
+                flush=True,
+            )
         edges = {self._tokens.tokenizer.id_to_token(n) for n in self.stop_tokens}
         edges |= {special_tokens(self._folder)["bos_token"]}
         edges -= self._opening(pieces[: len(turns)])
@@ -261,6 +268,7 @@ class FolderEncoder(Encoder):
     ) -> tuple[str, np.ndarray, np.ndarray]:
         """Returns messages as text, their tokens, and each token's position in it."""
         text = self._rendered(messages, prompt)
+        self._check_system(messages, prompt)
         hidden = []
         for index, message in enumerate(messages):
             self._check_message(message)
@@ -277,6 +285,21 @@ class FolderEncoder(Encoder):
                 )
             hidden.append(span)
         return text, *self._tokens.encode(text, hidden)
+
+    def _check_system(self, messages: Sequence[Message], prompt: bool) -> None:
+        """Raises ValueError if the template leaves out the system message.
+
+        Some templates, such as Mistral's, write it only before a last question.
+        """
+        if messages[0]["role"] != "system":
+            return
+        mark = _MARK.format("s")
+        marked = [messages[0] | {"content": mark}, *messages[1:]]
+        if mark not in self._rendered(marked, prompt):
+            raise ValueError(
+                "the chat template leaves out the system message of this conversation; "
+                "write it into the first question"
+            )
 
     def _check_message(self, message: Message) -> None:
         """Raises ValueError for text that could be read as a role or is not read."""
@@ -370,27 +393,3 @@ def _after_thoughts(template: hf.ChatTemplate, name: str) -> str | None:
     text = template.render(messages, add_generation_prompt=False)
     _, is_read, after = text.partition(thoughts)
     return after.partition(content)[0] if is_read else None
-
-
-def _end_token(folder: Path, special: dict[str, int]) -> int:
-    """Returns the token that ends a document: the tokenizer's `eos_token`.
-
-    Raises:
-      ValueError: If the tokenizer lacks this token.
-    """
-    name = special_tokens(folder)["eos_token"]
-    if name not in special:
-        raise ValueError(
-            f"the tokenizer of {folder} must have its eos_token, got {name!r:.60}"
-        )
-    return special[name]
-
-
-def _stop_tokens(folder: Path) -> list[int]:
-    """Returns the tokens at which the folder's config files end a generation."""
-    stops: list[int] = []
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).exists():
-            values = read_json(folder, name).get("eos_token_id")
-            stops += values if isinstance(values, list) else [values]
-    return [stop for stop in stops if type(stop) is int]

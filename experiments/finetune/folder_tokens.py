@@ -9,15 +9,21 @@ from pathlib import Path
 import numpy as np
 
 from coat_jax.models import hf
+from coat_jax.models.hf.folder import read_json
+from coat_jax.models.hf.text import special_tokens
 
 _BLANK = " \t\n\r▁"
+_HTML = re.compile(
+    "</?(table|caption|t(head|body|foot|[rhd])|h[1-6]|blockquote|strong|em|su[bp]|code|"
+    "[bius])>"
+)
 
 
 class FolderTokens:
     """The tokenizer of a Hugging Face folder, and a copy without special tokens.
 
-    Special tokens are here all added tokens, except blank ones, which some tokenizers
-    have for runs of spaces or lines.
+    Special tokens are here all added tokens, except text: runs of spaces or lines,
+    which many tokenizers have, and tags of HTML, which Gemma's has.
 
     Args:
       folder: The path of the folder.
@@ -31,10 +37,11 @@ class FolderTokens:
     def __init__(self, folder: Path) -> None:
         self.tokenizer = hf.load_tokenizer(folder)
         added = self.tokenizer.get_added_tokens_decoder().items()
+        named = special_tokens(folder).values()
         self.special = {
             token.content: number
             for number, token in added
-            if token.special or token.content.strip(_BLANK)
+            if token.special or token.content in named or not _is_text(token.content)
         }
         # The tokenizer takes the longer of two tokens that begin at the same position.
         words = sorted(self.special, key=len, reverse=True)
@@ -114,6 +121,35 @@ class FolderTokens:
             for match in self.pattern.finditer(text, begin, end):
                 yield match.start(), match[0]
         yield len(text), ""
+
+
+def end_token(folder: Path, special: dict[str, int]) -> int:
+    """Returns the token that ends a document: the tokenizer's `eos_token`.
+
+    Raises:
+      ValueError: If the tokenizer lacks this token.
+    """
+    name = special_tokens(folder)["eos_token"]
+    if name not in special:
+        raise ValueError(
+            f"the tokenizer of {folder} must have its eos_token, got {name!r:.60}"
+        )
+    return special[name]
+
+
+def stop_tokens(folder: Path) -> list[int]:
+    """Returns the tokens at which the folder's config files end a generation."""
+    stops: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            values = read_json(folder, name).get("eos_token_id")
+            stops += values if isinstance(values, list) else [values]
+    return [stop for stop in stops if type(stop) is int]
+
+
+def _is_text(token: str) -> bool:
+    """Returns whether an added token that is not special is a piece of text."""
+    return not token.strip(_BLANK) or _HTML.fullmatch(token) is not None
 
 
 def _alias(number: int) -> str:

@@ -134,7 +134,10 @@ def weight_of(row: dict, name: str = "record") -> bool:
 
 def string_of(record: dict, name: str) -> str:
     """Returns a field that is a string and not blank."""
-    value = record.get(name)
+    return _text(record.get(name), name)
+
+
+def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(
             f'"{name}" must be a string that is not blank, got {value!r:.60}'
@@ -195,7 +198,9 @@ def _conversation(row: dict, messages: Any, *, prompts: int = 0) -> Conversation
 def _system(row: dict) -> str:
     """Returns the system message in the fields of a record; "" if it has none."""
     texts = {
-        _content(row, name) for name in _SYSTEM if not _is_empty(row.get(name, ""))
+        _content(row[name], name)
+        for name in _SYSTEM
+        if not _is_empty(row.get(name, ""))
     }
     if len(texts) > 1:
         raise ValueError(f"a record has one system message, got {sorted(texts)!s:.60}")
@@ -224,7 +229,7 @@ def _message(message: Any, number: int) -> tuple[str, str, dict[str, str], bool]
             f'the "train" of a message is true or false, got {train!r:.60}'
         )
     thoughts = {
-        name: string_of(message, name)
+        name: _text(message[name], f"{name} of message {number}")
         for name in THOUGHTS
         if message.get(name, "") != ""
     }
@@ -233,16 +238,15 @@ def _message(message: Any, number: int) -> tuple[str, str, dict[str, str], bool]
             f'only the assistant\'s messages have "{min(thoughts)}", got message '
             f"{number} of the {role}"
         )
-    content = _content(message, "content")
+    content = _content(message.get("content"), f"content of message {number}")
     return role, content, thoughts, weight_of(message, "message") and train
 
 
-def _content(values: dict, name: str) -> str:
-    """Returns a field that is a text, or a list of parts that are text."""
-    content = values.get(name)
+def _content(content: Any, name: str) -> str:
+    """Returns a text that is a string or a list of parts; errors have its name."""
     if isinstance(content, list):
         content = "".join(_text_part(part) for part in content)
-    return string_of({name: content}, name)
+    return _text(content, name)
 
 
 def _text_part(part: Any) -> str:

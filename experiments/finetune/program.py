@@ -257,8 +257,9 @@ def _reported(
 def _start(settings: FinetuneSettings) -> str:
     """Returns a line about the parameters that the run starts from."""
     if settings.model:
-        trained = f"adapters of rank {settings.lora}" if settings.lora else "all of it"
-        return f"base: {settings.model}; {trained} is trained"
+        adapters = f"adapters of rank {settings.lora} are trained"
+        trained = adapters if settings.lora else "all of it is trained"
+        return f"base: {settings.model}; {trained}"
     if settings.base:
         return f"base: {settings.base_recipe} of {settings.base}"
     return (

@@ -10,6 +10,7 @@ from experiments.training.settings import Settings
 from experiments.training.trainer import Trainer
 
 _WARM_STEPS, _TIMED_STEPS = 1, 3
+TRIAL_STEPS = _WARM_STEPS + _TIMED_STEPS
 
 
 def steps_within_budget(
@@ -38,7 +39,7 @@ def seconds_per_step(
     and so every step, may depend on the result.
     """
     state, seconds = trainer.init(), []
-    for _ in range(_WARM_STEPS + _TIMED_STEPS):
+    for _ in range(TRIAL_STEPS):
         started = time.perf_counter()
         state, metrics = trainer.step(state, next(batches))
         jax.block_until_ready(metrics)

@@ -19,7 +19,11 @@ from experiments.common.memory import device_peak_bytes
 from experiments.common.programs import one_line
 from experiments.training import arguments, data, memory, processes, report, tensorboard
 from experiments.training.bad_steps import BadStep
-from experiments.training.budgets import seconds_per_step, steps_within_budget
+from experiments.training.budgets import (
+    TRIAL_STEPS,
+    seconds_per_step,
+    steps_within_budget,
+)
 from experiments.training.checkpoints import Checkpoints, Progress
 from experiments.training.interrupts import STOPPED, Interrupts
 from experiments.training.loop import Loop
@@ -270,6 +274,11 @@ def compile_trainer(
         flush=True,
     )
     compile_seconds = trainer.compiled[1]
+    print(
+        f"{recipe}: compiled in {compile_seconds:.1f} s; timing {TRIAL_STEPS} steps, "
+        "which do not count",
+        flush=True,
+    )
     batches = train_batches(inputs, settings)
     seconds = seconds_per_step(trainer, settings, batches, inputs.validation)
     if run.steps is None:
@@ -278,15 +287,11 @@ def compile_trainer(
         if run.steps != settings.steps:
             # The schedule, and so the compiled step, depends on the number of steps.
             trainer = _trainer(run, recipe, inputs)
-            compile_seconds += trainer.compiled[1]
+            _ = trainer.compiled
     steps = run.steps - first_step
     about = steps * seconds
     time_left = f"{about:.0f} s" if about < 100 else f"{about / 60:.1f} min"
-    print(
-        f"{recipe}: compiled in {compile_seconds:.1f} s; {steps:,} steps take about "
-        f"{time_left}",
-        flush=True,
-    )
+    print(f"{recipe}: {steps:,} steps take about {time_left}", flush=True)
     return trainer
 
 

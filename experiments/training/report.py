@@ -135,6 +135,8 @@ def table(summary: dict[str, Any]) -> Table:
         ("model FLOP/s, % of BF16's peak", "model_flop_utilization", 0.01, ".1f"),
     ):
         values = [row[key] for row in summary["recipes"].values()]
+        if key == "val_gap_percent" and len(values) == 1:
+            continue
         if any(value is not None for value in values):
             result.add_row(label, *(_number(value, unit, spec) for value in values))
     return result

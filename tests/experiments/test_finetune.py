@@ -20,6 +20,7 @@ from experiments.finetune.packing import PackedWindows
 from experiments.finetune.tasks import problems
 from experiments.finetune.training import AnswerTrainer
 from experiments.pretrain import program as pretrain
+from experiments.training import report
 from experiments.training.settings import model_config
 from experiments.training.text import BYTES_VOCAB_SIZE, text_codec
 
@@ -73,6 +74,9 @@ def test_a_run_leaves_its_exact_match(finished):
     rows = {(row["recipe"], row["family"]): row for row in summary["rows"]}
     families = ("expressions", "all")
     assert rows.keys() == {(r, f) for r in ("before", "bf16") for f in families}
+    labels = list(report.table(summary).columns[0].cells)
+    assert "validation loss, nats a byte" in labels
+    assert not any("gap to" in label for label in labels)
     answers = _lines(finished / "answers.jsonl")
     for recipe in ("before", "bf16"):
         of_recipe = [record for record in answers if record["recipe"] == recipe]

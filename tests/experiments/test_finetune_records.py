@@ -93,7 +93,10 @@ _REFUSED = {
     "no content": ('{"messages": [{"role": "user"}]}', "not blank, got None"),
     "a content of a number": (_chat(("user", 3), _ASKED[1]), "not blank, got 3"),
     "a blank content": (_chat(("user", " \n"), _ASKED[1]), "not blank"),
-    "an empty answer": (_chat(_ASKED[0], ("assistant", "")), "not blank, got ''"),
+    "an empty answer": (
+        _chat(_ASKED[0], ("assistant", "")),
+        '"content of message 1" must be',
+    ),
     "an image": (
         '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
         "parts of a content must be text",

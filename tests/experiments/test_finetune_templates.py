@@ -34,6 +34,15 @@ _WITHIN = (
     "m.content.strip() + ' [/INST]' }}{% set ns.system = '' %}"
     "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
+# The system message comes before a question that is last, as in Mistral 7B v0.3.
+_LAST = (
+    "{% for m in messages %}{% if m.role != 'system' %}"
+    "{{ '<|start|>' + m.role + '\n' }}"
+    "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}"
+    "{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content + '<|end|>\n' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
 _DEFAULT = (
     "{% if messages[0].role != 'system' %}"
     "{{ '<|start|>system\nYou are kind.\nKnowledge: 2023<|end|>\n' }}{% endif %}"
@@ -169,6 +178,23 @@ def test_a_token_before_each_role_may_begin_documents(tmp_path, template, is_ref
         assert _learned(encoder, record) == "of a user\nassistant<|end|>"
 
 
+@pytest.mark.parametrize("loss", ["answers", "all"])
+def test_no_system_message_is_left_out_silently(tmp_path, loss):
+    encoder = _encoder(tmp_path, _LAST)
+    encoder.encode(_chat("a", "b", "c", "d"), loss)
+    with pytest.raises(ValueError, match="x: the chat template leaves out the system"):
+        encoder.encode(_chat("a", "b", "c", "d", system="s"), loss)
+
+
+def test_a_template_without_a_token_after_answers_is_named(tmp_path, capsys):
+    for template, has_note in ((TEMPLATE, False), (TEMPLATE.replace("|", ""), True)):
+        encoder = _encoder(tmp_path, template)
+        _ = encoder.template
+        assert (
+            "no special token after an answer" in capsys.readouterr().out
+        ) is has_note
+
+
 _RENDERED = "<|start|>user\nq<|end|>\n<|start|>assistant\na<|end|>\n"
 
 
@@ -214,16 +240,26 @@ def test_first_and_last_tokens_are_not_doubled(tmp_path):
     assert reads.encode(asked).tokens.tolist() == [1, *letter, 0, *letter, 0]
 
 
-def test_runs_of_spaces_are_no_markup(tmp_path):
+def test_spaces_and_tags_of_html_are_no_markup(tmp_path):
     write_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    tokenizer.add_tokens(["  ", "\n\n"])
+    tokenizer.add_tokens(["  ", "\n\n", "<h1>", "</td>", "<s>"])
+    tokenizer.add_special_tokens(["<b>"])
     tokenizer.save(str(path))
-    encoder = FolderEncoder(tmp_path, 384)
-    text = "What  is\n\n7?"
-    tokens = encoder.encode(Passage(completion=text)).tokens.tolist()
-    assert tokens == [*tokenizer.encode(text).ids, 0]
+    encoder = FolderEncoder(tmp_path, 400)
+    text = "What  is\n\n<h1>7?</td>"
+    ids = tokenizer.encode(text).ids
+    assert encoder.encode(Passage(completion=text)).tokens.tolist() == [*ids, 0]
+    tokens = encoder.encode(_chat("<think>", text)).tokens.tolist()
+    assert {tokenizer.token_to_id(tag) for tag in ("<h1>", "</td>")} <= set(tokens)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["bos_token"] = "<s>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    encoder = FolderEncoder(tmp_path, 400)
+    for tag in ("<b>", "<s>"):
+        with pytest.raises(ValueError, match=f"special token '{tag}'"):
+            encoder.encode(Passage(completion=tag))
 
 
 @pytest.mark.parametrize("scheme", ["first", "always"])

@@ -271,7 +271,9 @@ def test_a_budget_times_the_steps_once(monkeypatch, text, tmp_path, capsys):
     assert len(timings) == 1
     assert run.steps == run.schedule_steps == 50
     assert trainer.learning_rate(51) == pytest.approx(0.1 * settings.lr)
-    assert "50 steps take about 50 s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "compiled in 10.0 s; timing 4 steps, which do not count\n" in printed
+    assert "50 steps take about 50 s" in printed
 
 
 def test_checkpoints_keep_every_bit(tmp_path, rng):
