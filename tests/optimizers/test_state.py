@@ -164,6 +164,21 @@ def test_bf16_first_moments_of_optax_are_taken():
     assert_trees_equal(actual[0].mu["b"], state[0].mu["b"].astype(jnp.float32))
 
 
+def test_states_of_several_models_are_converted():
+    """Under `jax.vmap` the models' counts have an axis, too."""
+    params, grads = (jax.tree.map(lambda *x: jnp.stack(x), *GRADS[i::2]) for i in (0, 1))
+    init, step = jax.vmap(optax.adamw(1e-2).init), jax.vmap(optax.adamw(1e-2).update)
+    state = step(grads, init(params), params)[1]
+    tx = coat.fp8_adamw(1e-2)
+    like = jax.eval_shape(jax.vmap(tx.init), params)
+    converted = coat.from_optax_state(state, like)
+    assert jax.eval_shape(lambda: converted) == like
+    updates, _ = jax.vmap(tx.update)(grads, converted, params)
+    expected, _ = step(grads, state, params)
+    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b)
+
+
 def mismatches():
     like = jax.eval_shape(coat.fp8_adamw(1e-2).init, PARAMS)
     adamw = optax.adamw(1e-2)
