@@ -106,13 +106,16 @@ class Target(NamedTuple):
         return cls(param, learning_rate, decay, salt)
 
     def applied(self, update: Array, step: Array, path: tuple) -> Array:
-        """Returns the parameter after a float32 update.
+        """Returns the parameter after a float32 update, in float32 or wider arithmetic.
 
         Random bits for stochastic rounding depend on the number of the step and on the
         parameter's path.
         """
-        p = self.param.astype(jnp.float32)
-        p = p - self.learning_rate * (update + self.decay * p)
+        p = self.param.astype(jnp.promote_types(self.param.dtype, jnp.float32))
+        rate, decay, update = (
+            jnp.asarray(x, p.dtype) for x in (self.learning_rate, self.decay, update)
+        )
+        p = p - rate * (update + decay * p)
         if self.salt is None:
             return p.astype(self.param.dtype)
 

@@ -130,6 +130,21 @@ def test_gradients_and_parameters_of_other_dtypes():
         assert distance(after[name], nearest).max() <= 1
 
 
+def test_float64_parameters_keep_their_bits():
+    """A step of nothing leaves them as they are, and other steps are optax's."""
+    with jax.enable_x64(True):
+        wide = jnp.asarray(1 + 1e-12 * gradients(0, SHAPE).astype(np.float64))
+        params = {"w": wide, "b": wide[0, :8]}
+        grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
+        after, _ = fused(coat.fp8_adamw(0.0), params, [grads])
+        moved, _ = fused(coat.fp8_adamw(1e-2, weight_decay=0), params, [grads])
+    arrays = map(jax.tree.leaves, jax.device_get((params, after, moved)))
+    for p, same, new in zip(*arrays, strict=True):
+        np.testing.assert_array_equal(same, p)
+        np.testing.assert_allclose(new - new.ravel()[0], p - p.ravel()[0], atol=1e-15)
+        np.testing.assert_allclose(new, p - 1e-2, rtol=1e-6)
+
+
 def test_weight_decay_masks():
     """A step without gradients shrinks decayed parameters and leaves the others."""
     decayed = {"w": True, "wide": False, "nested": True}
