@@ -121,9 +121,7 @@ def test_a_flax_train_state_comes_back():
 @pytest.mark.parametrize("way", [through_msgpack, through_a_state_dict, through_pickle])
 def test_states_of_boxed_parameters_come_back(way):
     params = {"w": nn.Partitioned(PARAMS["w"], (None, "model")), "b": PARAMS["b"]}
-    grads = [
-        {"w": params["w"].replace_boxed(g["w"]), "b": g["b"]} for g in GRADS[:2]
-    ]
+    grads = [{"w": params["w"].replace_boxed(g["w"]), "b": g["b"]} for g in GRADS[:2]]
     tx = coat.fp8_adamw(1e-2)
     _, _, state = run(tx, params, grads, jit=True)
     assert isinstance(state[0].mu["w"].codes, nn.Partitioned)

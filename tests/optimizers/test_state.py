@@ -166,7 +166,10 @@ def test_bf16_first_moments_of_optax_are_taken():
 
 def test_states_of_several_models_are_converted():
     """Under `jax.vmap` the models' counts have an axis, too."""
-    params, grads = (jax.tree.map(lambda *x: jnp.stack(x), *GRADS[i::2]) for i in (0, 1))
+    params, grads = (
+        jax.tree.map(lambda *x: jnp.stack(x), *trees)
+        for trees in (GRADS[:2], GRADS[2:])
+    )
     init, step = jax.vmap(optax.adamw(1e-2).init), jax.vmap(optax.adamw(1e-2).update)
     state = step(grads, init(params), params)[1]
     tx = coat.fp8_adamw(1e-2)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
 from helpers.marks import slow
 from helpers.released import (
     SCANNED,
@@ -103,6 +104,23 @@ def test_norms_of_unrolled_parameters_step(last):
     clip = optax.clip_by_block_rms(1e-3)
     tx = optax.chain(clip, last(1e-3), clip)
     assert_steps_equal(UNROLLED, tx, parameters(stacked=False), tokens())
+
+
+def matrices(params):
+    return traverse_util.path_aware_map(lambda path, p: p.ndim > 1, params)
+
+
+@pytest.mark.parametrize("make", [optax.adamw, coat.fp8_adamw])
+def test_masks_that_read_each_parameter_are_named(make):
+    """Functions of Flax see the masks of parameters that do not step."""
+    tx, params = make(1e-3, mask=matrices), {"w": jnp.eye(2), "b": jnp.ones(2)}
+    step = coat.value_and_update(lambda p: jnp.sum(p["w"] * p["b"]), tx)
+    message = "a mask or a label function .* fails on it: 'MaskedNode' object has no"
+    with pytest.raises(ValueError, match=message):
+        step_of(tx)
+    with pytest.raises(ValueError, match=message):
+        step(params, tx.init(params))
+    step_of(make(1e-3, mask=matrices(parameters(stacked=True))))
 
 
 def test_a_parameter_is_read_in_one_place():
