@@ -27,12 +27,7 @@ from coat_jax.optimizers.noise import (
     seed_of,
     stream_of,
 )
-from coat_jax.optimizers.state import (
-    QuantizedState,
-    check_gradients,
-    check_state,
-    next_state,
-)
+from coat_jax.optimizers.state import QuantizedState, check_gradients, next_state
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import step_without_derivatives
 from coat_jax.quantization.formats import E4M3, UE4M4
@@ -172,7 +167,6 @@ def adam_step(
       The parameters after the step, or without targets the updates in the gradients'
       dtypes; and the state after the step.
     """
-    check_state(state)
     given, pure = grads, unboxed(state)
     grads, targets = unboxed(grads), unboxed(targets)
     check_gradients(grads, pure)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from coat_jax.optimizers.codec import dequantized, quantized
-from coat_jax.optimizers.initial import Choices, initial_state
+from coat_jax.optimizers.initial import initial_state
 from coat_jax.optimizers.moment import Moment
-from coat_jax.optimizers.state import Rounding, check_gradients, check_state, next_state
+from coat_jax.optimizers.state import Choices, Rounding, check_gradients, next_state
 from coat_jax.optimizers.trees import boxed, unboxed
 from coat_jax.quantization.granularity import PerGroup
 
@@ -66,7 +66,8 @@ def with_quantized_state(
       ValueError: If an option is invalid. `init` raises it if `moments` names a field
         that the state does not have or that does not start at zero, and for complex
         parameters. `update` raises it for gradients that are not floating or have
-        another shape than their moments.
+        another shape than their moments, and for a state that was made with other
+        options.
 
     Warns:
       UserWarning: If a field of the state has the parameters' shapes, but is neither
@@ -104,13 +105,13 @@ def with_quantized_state(
                 f"moments[{field!r}] must be a coat.Moment or None, got {moment!r}"
             )
     inner = optax.with_extra_args_support(inner)
+    chosen = Choices(moments or {}, quantize_mask, granularity, rounding)
 
     def init_fn(params):
-        chosen = Choices(moments or {}, quantize_mask, granularity, rounding)
         return initial_state(inner, params, chosen)
 
     def update_fn(updates, state, params=None, **extra_args):
-        check_state(state)
+        chosen.check(state)
         given = updates
         updates, state, params = map(unboxed, (updates, state, params))
         check_gradients(updates, state)
