@@ -15,6 +15,21 @@ from coat_jax.optimizers.trees import boxed, unboxed
 from coat_jax.quantization.granularity import PerGroup
 
 
+def as_transformation(tx: Any, name: str) -> optax.GradientTransformation:
+    """Returns an argument `name` as a transformation; `optax.MultiSteps` is not one.
+
+    Raises:
+      TypeError: If it is neither an optax transformation nor `optax.MultiSteps`.
+    """
+    if isinstance(tx, optax.MultiSteps):
+        return tx.gradient_transformation()
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"{name} must be an optax transformation, as optax.lion(1e-4), got {tx!r}"
+        )
+    return tx
+
+
 def with_quantized_state(
     inner: optax.GradientTransformation,
     *,
@@ -62,7 +77,7 @@ def with_quantized_state(
       gradients' dtypes.
 
     Raises:
-      TypeError: If `inner` is not an optax transformation.
+      TypeError: If `inner` is neither an optax transformation nor `optax.MultiSteps`.
       ValueError: If an option is invalid. `init` raises it if `moments` names a field
         that the state does not have or that does not start at zero, and for complex
         parameters. `update` raises it for gradients that are not floating or have
@@ -83,11 +98,7 @@ def with_quantized_state(
       dtype(float8_e4m3fn)
       >>> updates, state = tx.update(params, state, params)
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "with_quantized_state takes an optax transformation, as optax.lion(1e-4), "
-            f"got {inner!r}"
-        )
+    inner = as_transformation(inner, "inner")
     if not isinstance(granularity, PerGroup):
         raise ValueError(f"granularity must be coat.PerGroup(g), got {granularity}")
     if rounding not in ("stochastic", "nearest"):

@@ -76,11 +76,8 @@ COUPLED = {
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unrolled"])
 def test_steps_that_read_all_gradients_are_refused(stacked, name):
     make, match = COUPLED[name]
-    tx = make()
-    if isinstance(tx, optax.MultiSteps):
-        tx = optax.GradientTransformation(tx.init, tx.update)
     with pytest.raises(ValueError, match=match):
-        step_of(tx, SCANNED if stacked else UNROLLED, stacked=stacked)
+        step_of(make(), SCANNED if stacked else UNROLLED, stacked=stacked)
 
 
 NORMS = {
@@ -171,7 +168,7 @@ def test_optimizers_may_be_compiled_before():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(TypeError, match="tx must be an optax transformation, got 3"):
+    with pytest.raises(TypeError, match=r"tx must be an optax .* got 3"):
         coat.value_and_update(SCANNED, 3)
     with pytest.raises(ValueError, match="max_norm must be a positive number, got -1"):
         coat.value_and_update(SCANNED, optax.sgd(1.0), max_norm=-1)
