@@ -106,11 +106,9 @@ class Target(NamedTuple):
         Random bits for stochastic rounding depend on the number of the step and on the
         parameter's path.
         """
-        p = self.param.astype(jnp.promote_types(self.param.dtype, jnp.float32))
-        rate, decay, update = (
-            jnp.asarray(x, p.dtype) for x in (self.learning_rate, self.decay, update)
-        )
-        p = p - rate * (update + decay * p)
+        dtype = self.param.dtype
+        p = self.param.astype(dtype if dtype.itemsize > 4 else jnp.float32)
+        p = p - self.learning_rate * (update + self.decay * p)
         if self.salt is None:
             return p.astype(self.param.dtype)
 

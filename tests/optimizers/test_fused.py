@@ -118,6 +118,7 @@ def test_gradients_and_parameters_of_other_dtypes():
     """Other dtypes take the same step; the kernel has no float16."""
     values, grads = 1 + np.abs(gradients(0, SHAPE)), gradients(1, SHAPE)
     dtypes = {"a": (BF16, F32), "b": (F32, BF16), "c": (jnp.float16, BF16)}
+    dtypes |= {"d": (jnp.float8_e4m3fn, F32)}
     params = {name: jnp.asarray(values, kind) for name, (kind, _) in dtypes.items()}
     grads = {name: jnp.asarray(grads, kind) for name, (_, kind) in dtypes.items()}
     after, state = fused(ADAMW, params, [grads])
