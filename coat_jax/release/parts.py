@@ -229,7 +229,7 @@ class Optimizer:
 def masks_explained() -> Iterator[None]:
     """Raises ValueError in this context if a mask or label function fails on a part.
 
-    Functions by `jax.tree.map` do not see `MaskedNode`, but those of Flax do.
+    Functions of Flax see `MaskedNode`, while `jax.tree.map` passes over it.
     """
     try:
         yield
