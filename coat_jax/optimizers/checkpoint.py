@@ -84,7 +84,9 @@ def check_restored(state: Any, like: Any) -> None:
     Readers of checkpoints check little: `flax.serialization` accepts any value in place
     of a plain array, and pickle and orbax do not know which values of a state are
     valid. Use this where the file may be damaged, or may have been saved with other
-    options of the optimizer or by another version of this library.
+    options of the optimizer or by another version of this library. Restore by orbax
+    with the options that a state was saved with: it casts codes to the dtypes of its
+    target, which leaves no trace of another format.
 
     Args:
       state: A restored state, or any tree that contains such states.
