@@ -27,6 +27,7 @@ from coat_jax.memory.shards import (
 from coat_jax.memory.step import estimate_step
 from coat_jax.models import llama
 from coat_jax.models.loss import chunk_of_logits
+from coat_jax.optimizers.wrapper import as_transformation
 from pallas_kernels.checks import is_positive_number, positive_int, summary
 
 
@@ -98,8 +99,7 @@ def estimate_memory(
         config = dataclasses.replace(config, recipe=recipe)
     if optimizer is None:
         optimizer = default_optimizer(config.recipe)
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(f"optimizer must be an optax transformation, got {optimizer!r}")
+    optimizer = as_transformation(optimizer, "optimizer")
     sizes = axis_sizes(mesh)
     local_batch = local_batch_of(positive_int("batch", batch), sizes)
     local_length = local_length_of(positive_int("sequence", sequence), sizes)

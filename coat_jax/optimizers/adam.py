@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.optimizers.fused import fused_adamw
 from coat_jax.optimizers.moment import Moment, over_root
-from coat_jax.optimizers.state import Rounding
+from coat_jax.optimizers.state import Choices, Rounding
 from coat_jax.optimizers.step import Adam, adam_step
 from coat_jax.optimizers.wrapper import with_quantized_state
 from coat_jax.quantization.formats import E4M3, UE4M4, Format
@@ -102,9 +102,8 @@ def scale_by_fp8_adam(
       dtype(float8_e4m3fn)
     """
     adam = Adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
-    return _quantized_adam(
+    choices = _choices(
         adam,
-        mu_dtype=mu_dtype,
         quantize_mask=quantize_mask,
         normalize_mu=normalize_mu,
         mu_format=mu_format,
@@ -112,17 +111,22 @@ def scale_by_fp8_adam(
         granularity=granularity,
         rounding=rounding,
     )
+    return _quantized_adam(adam, choices, mu_dtype)
 
 
-def _quantized_adam(
+def _choices(
     adam: Adam,
     *,
-    mu_dtype: DTypeLike | None,
     normalize_mu: bool,
     mu_format: Format,
     nu_format: Format,
     **options: Any,
-) -> optax.GradientTransformation:
+) -> Choices:
+    """Returns how Adam's moments are stored.
+
+    Raises:
+      ValueError: If a format is none, or has no sign, or `b2` is too small.
+    """
     for name, format in (("mu_format", mu_format), ("nu_format", nu_format)):
         if not isinstance(format, Format):
             raise ValueError(f"{name} must be a coat format, got {format!r}")
@@ -136,11 +140,18 @@ def _quantized_adam(
         )
     mu = over_root("nu", mu_format) if normalize_mu else Moment(format=mu_format)
     moments = {"mu": mu, "nu": Moment(format=nu_format, squares=True)}
+    return Choices(moments=moments, **options)
+
+
+def _quantized_adam(
+    adam: Adam, choices: Choices, mu_dtype: DTypeLike | None
+) -> optax.GradientTransformation:
     inner = adam.transformation(mu_dtype)
-    wrapped = with_quantized_state(inner, moments=moments, **options)
+    wrapped = with_quantized_state(inner, **choices._asdict())
 
     def update_fn(updates, state, params=None):
         del params
+        choices.check(state)
         return adam_step(adam, updates, state)
 
     return optax.GradientTransformation(wrapped.init, update_fn)
@@ -202,17 +213,17 @@ def fp8_adamw(
       >>> params = optax.apply_updates(params, updates)
     """
     adam = Adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
+    choices = _choices(
+        adam,
+        quantize_mask=quantize_mask,
+        normalize_mu=normalize_mu,
+        mu_format=mu_format,
+        nu_format=nu_format,
+        granularity=granularity,
+        rounding=rounding,
+    )
     chain = optax.chain(
-        _quantized_adam(
-            adam,
-            mu_dtype=mu_dtype,
-            quantize_mask=quantize_mask,
-            normalize_mu=normalize_mu,
-            mu_format=mu_format,
-            nu_format=nu_format,
-            granularity=granularity,
-            rounding=rounding,
-        ),
+        _quantized_adam(adam, choices, mu_dtype),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -223,6 +234,7 @@ def fp8_adamw(
         decays = mask(params) if callable(mask) else mask
         decay = optax.add_decayed_weights(weight_decay, decays)
         rate = optax.scale_by_learning_rate(learning_rate)
+        choices.check(state[0])
         return fused_adamw(coat_fused, adam, decay, rate, updates, state, params)
 
     return optax.GradientTransformationExtraArgs(chain.init, update_fn)

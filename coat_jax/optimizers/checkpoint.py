@@ -84,7 +84,9 @@ def check_restored(state: Any, like: Any) -> None:
     Readers of checkpoints check little: `flax.serialization` accepts any value in place
     of a plain array, and pickle and orbax do not know which values of a state are
     valid. Use this where the file may be damaged, or may have been saved with other
-    options of the optimizer or by another version of this library.
+    options of the optimizer or by another version of this library. Restore by orbax
+    with the options that a state was saved with: it casts codes to the dtypes of its
+    target, which leaves no trace of another format.
 
     Args:
       state: A restored state, or any tree that contains such states.
@@ -141,13 +143,14 @@ def _check_part(name: str, state: Any, like: Any) -> None:
     _check_array(f"{name}.version", state.version, like.version)
     _check_array(f"{name}.rounding_step", state.rounding_step, like.rounding_step)
     version, step = _values(state.version), _values(state.rounding_step)
-    if version is not None and version != VERSION:
+    # States of several models, as `jax.vmap` of `init` makes them, have a number each.
+    if version is not None and (wrong := version[version != VERSION]).size:
         raise ValueError(
-            f"{name}.version must be {VERSION}, got {version}: was the state saved by "
+            f"{name}.version must be {VERSION}, got {wrong[0]}: was the state saved by "
             "another version of coat_jax?"
         )
-    if step is not None and step < 0:
-        raise ValueError(f"{name}.rounding_step must not be negative, got {step}")
+    if step is not None and (wrong := step[step < 0]).size:
+        raise ValueError(f"{name}.rounding_step must not be negative, got {wrong[0]}")
     inner = state.inner_state, like.inner_state
     _check_each(_check_average, f"{name}.inner_state", *inner, is_quantized)
 
@@ -240,7 +243,7 @@ def _converted(path: Any, like: Any, new: Any) -> Any:
         raise ValueError(f"{name} must be an optax state, {expected}, got {kind}")
     _check_shapes(name, unboxed(new), inner)
     moments = quantized(unboxed(new), inner, like.layout)
-    zero = jnp.zeros([], jnp.int32)
+    zero = jnp.zeros(unboxed(like.rounding_step).shape, jnp.int32)
     return QuantizedState(boxed(moments, new), zero, zero + VERSION, like.layout)
 
 

@@ -36,8 +36,8 @@ def fused_update(
     On a Hopper GPU one kernel reads a parameter, its gradient and its moments once and
     writes them once. It writes in place if `params` and `state` are donated. On other
     devices, and for arrays that the kernel does not support, the same arithmetic runs
-    in JAX operations. Parameters are rounded once, after arithmetic in float32. Optax's
-    chain rounds after each of its updates.
+    in JAX operations. Parameters are rounded once, after arithmetic in float32, or in
+    float64 if they are float64. Optax's chain rounds after each of its updates.
 
     Transformations before `fp8_adamw` in a chain work as always, and so do
     `optax.masked`, `optax.partition` and `optax.inject_hyperparams` around it. Updates

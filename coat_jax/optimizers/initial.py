@@ -5,7 +5,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from coat_jax.optimizers.codec import quantized
 from coat_jax.optimizers.moment import KNOWN, SIGNED, Moment
 from coat_jax.optimizers.places import Path, field_of, fields_of
 from coat_jax.optimizers.sharding import nbytes, zeros_like
-from coat_jax.optimizers.state import VERSION, Layout, QuantizedState, Rounding
+from coat_jax.optimizers.state import VERSION, Choices, Layout, QuantizedState
 from coat_jax.optimizers.trees import (
     broadcast,
     by_path,
@@ -37,26 +37,6 @@ from coat_jax.quantization.granularity import PerGroup
 # biases, a fraction of a percent of a model and its most sensitive parameters. XLA
 # computes the steps of all of them in one kernel.
 MIN_QUANTIZED_SIZE = 8192
-
-
-class Choices(NamedTuple):
-    """The arguments of `with_quantized_state` that say how moments are stored."""
-
-    moments: Mapping[str, Moment | None]
-    quantize_mask: Any
-    granularity: PerGroup
-    rounding: Rounding
-
-    def of(self, record: str, field: str) -> Moment | str | None:
-        """Returns a field's storage: a `Moment`, None for float32, or "unknown".
-
-        Args:
-          record: The type name of the named tuple that has the field.
-          field: The name of the field.
-        """
-        if field in self.moments:
-            return self.moments[field]
-        return KNOWN.get(record, {}).get(field, "unknown")
 
 
 def initial_state(

@@ -92,7 +92,9 @@ def _shardings_by_path(params: Any, shardings: Any) -> tuple[dict, jax.sharding.
             raise ValueError(
                 f"params_sharding takes jax.NamedSharding(mesh, spec), got {sharding!r}"
             )
-        return jax.ShapeDtypeStruct(jnp.shape(param), param.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            jnp.shape(param), jnp.result_type(param), sharding=sharding
+        )
 
     of_params = broadcast(shardings, params, name="params_sharding")
     tree = jax.tree.map(sharded, of_params, params)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from coat_jax.optimizers.trees import (
     is_quantized,
 )
 from coat_jax.quantization.array import QuantizedArray
+from coat_jax.quantization.granularity import PerGroup
 
 if TYPE_CHECKING:
     import chex
@@ -125,15 +126,52 @@ def next_state(state: QuantizedState, inner_state: Any, given: Any) -> Quantized
     return state._replace(inner_state=inner_state, rounding_step=step)
 
 
-def check_state(state: Any) -> None:
-    """Raises ValueError unless `state` is a `QuantizedState`."""
-    serialization.register()
-    if not isinstance(state, QuantizedState):
-        kind = type(state).__name__
-        raise ValueError(
-            f"the state must be a coat.QuantizedState, got {kind}. Go on from a state "
-            "of optax with coat.from_optax_state(state, tx.init(params))"
-        )
+class Choices(NamedTuple):
+    """The arguments of `with_quantized_state` that say how moments are stored."""
+
+    moments: Mapping[str, Moment | None]
+    quantize_mask: Any
+    granularity: PerGroup
+    rounding: Rounding
+
+    def of(self, record: str, field: str) -> Moment | str | None:
+        """Returns a field's storage: a `Moment`, None for float32, or "unknown".
+
+        Args:
+          record: The type name of the named tuple that has the field.
+          field: The name of the field.
+        """
+        if field in self.moments:
+            return self.moments[field]
+        return KNOWN.get(record, {}).get(field, "unknown")
+
+    def check(self, state: Any) -> None:
+        """Raises ValueError unless `state` is quantized, and stored as chosen here.
+
+        Fields that `moments` does not name, and moments that are not quantized, stay as
+        they are stored.
+        """
+        serialization.register()
+        if not isinstance(state, QuantizedState):
+            kind = type(state).__name__
+            raise ValueError(
+                f"the state must be a coat.QuantizedState, got {kind}. Go on from a "
+                "state of optax with coat.from_optax_state(state, tx.init(params))"
+            )
+        layout, leaves = state.layout, jax.tree.leaves(state, is_leaf=is_quantized)
+        options = [("rounding", layout.rounding, self.rounding)]
+        for field, moment in layout.moments:
+            name = field[-1].name
+            options.append((f"{name} as", moment, self.moments.get(name, moment)))
+        sizes = {leaf.granularity for leaf in leaves if is_quantized(leaf)}
+        options += [("granularity", size, self.granularity) for size in sizes]
+        for name, stored, chosen in options:
+            if stored != chosen:
+                raise ValueError(
+                    f"the state has {name} {stored}, but the optimizer has {chosen}. "
+                    "To change it, pass coat.from_optax_state("
+                    "coat.to_optax_state(state), tx.init(params))"
+                )
 
 
 def check_gradients(grads: Any, state: QuantizedState) -> None:

@@ -14,15 +14,17 @@ from flax import serialization
 
 from coat_jax.optimizers.checkpoint import ARRAYS, describe, described, wrong_value
 from coat_jax.optimizers.state import Layout
+from coat_jax.optimizers.trees import boxed, unboxed
 from coat_jax.quantization.array import QuantizedArray
 
 
 def _array_to_dict(q: QuantizedArray) -> dict[str, Any]:
-    arrays = {name: getattr(q, name) for name in ARRAYS}
+    arrays = {name: getattr(unboxed(q), name) for name in ARRAYS}
     return arrays | {"power": q.power, "format": q.format.name}
 
 
-def _array_from_dict(target: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
+def _array_from_dict(like: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
+    target = unboxed(like)
     if not isinstance(state, dict):
         _refuse(f"{[*ARRAYS, 'power', 'format']}, found {describe(state)}")
     if state.keys() != {*ARRAYS, "power", "format"}:
@@ -38,7 +40,7 @@ def _array_from_dict(target: QuantizedArray, state: dict[str, Any]) -> Quantized
     if wrong := wrong_value(state["scale"], state["exponent"]):
         raise ValueError(f"at {serialization.current_path()} {wrong}")
     arrays = {name: state[name] for name in ARRAYS}
-    return dataclasses.replace(target, **arrays)
+    return boxed(dataclasses.replace(target, **arrays), like)
 
 
 def _layout_from_dict(target: Layout, state: Any) -> Layout:

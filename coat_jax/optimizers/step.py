@@ -27,12 +27,7 @@ from coat_jax.optimizers.noise import (
     seed_of,
     stream_of,
 )
-from coat_jax.optimizers.state import (
-    QuantizedState,
-    check_gradients,
-    check_state,
-    next_state,
-)
+from coat_jax.optimizers.state import QuantizedState, check_gradients, next_state
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import step_without_derivatives
 from coat_jax.quantization.formats import E4M3, UE4M4
@@ -106,12 +101,13 @@ class Target(NamedTuple):
         return cls(param, learning_rate, decay, salt)
 
     def applied(self, update: Array, step: Array, path: tuple) -> Array:
-        """Returns the parameter after a float32 update.
+        """Returns the parameter after a float32 update, in float32 or wider arithmetic.
 
         Random bits for stochastic rounding depend on the number of the step and on the
         parameter's path.
         """
-        p = self.param.astype(jnp.float32)
+        dtype = self.param.dtype
+        p = self.param.astype(dtype if dtype.itemsize > 4 else jnp.float32)
         p = p - self.learning_rate * (update + self.decay * p)
         if self.salt is None:
             return p.astype(self.param.dtype)
@@ -169,7 +165,6 @@ def adam_step(
       The parameters after the step, or without targets the updates in the gradients'
       dtypes; and the state after the step.
     """
-    check_state(state)
     given, pure = grads, unboxed(state)
     grads, targets = unboxed(grads), unboxed(targets)
     check_gradients(grads, pure)

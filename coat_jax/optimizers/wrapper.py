@@ -8,11 +8,26 @@ import jax.numpy as jnp
 import optax
 
 from coat_jax.optimizers.codec import dequantized, quantized
-from coat_jax.optimizers.initial import Choices, initial_state
+from coat_jax.optimizers.initial import initial_state
 from coat_jax.optimizers.moment import Moment
-from coat_jax.optimizers.state import Rounding, check_gradients, check_state, next_state
+from coat_jax.optimizers.state import Choices, Rounding, check_gradients, next_state
 from coat_jax.optimizers.trees import boxed, unboxed
 from coat_jax.quantization.granularity import PerGroup
+
+
+def as_transformation(tx: Any, name: str) -> optax.GradientTransformation:
+    """Returns an argument `name` as a transformation; `optax.MultiSteps` is not one.
+
+    Raises:
+      TypeError: If it is neither an optax transformation nor `optax.MultiSteps`.
+    """
+    if isinstance(tx, optax.MultiSteps):
+        return tx.gradient_transformation()
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"{name} must be an optax transformation, as optax.lion(1e-4), got {tx!r}"
+        )
+    return tx
 
 
 def with_quantized_state(
@@ -62,11 +77,12 @@ def with_quantized_state(
       gradients' dtypes.
 
     Raises:
-      TypeError: If `inner` is not an optax transformation.
+      TypeError: If `inner` is neither an optax transformation nor `optax.MultiSteps`.
       ValueError: If an option is invalid. `init` raises it if `moments` names a field
         that the state does not have or that does not start at zero, and for complex
         parameters. `update` raises it for gradients that are not floating or have
-        another shape than their moments.
+        another shape than their moments, and for a state that was made with other
+        options.
 
     Warns:
       UserWarning: If a field of the state has the parameters' shapes, but is neither
@@ -82,11 +98,7 @@ def with_quantized_state(
       dtype(float8_e4m3fn)
       >>> updates, state = tx.update(params, state, params)
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "with_quantized_state takes an optax transformation, as optax.lion(1e-4), "
-            f"got {inner!r}"
-        )
+    inner = as_transformation(inner, "inner")
     if not isinstance(granularity, PerGroup):
         raise ValueError(f"granularity must be coat.PerGroup(g), got {granularity}")
     if rounding not in ("stochastic", "nearest"):
@@ -104,13 +116,13 @@ def with_quantized_state(
                 f"moments[{field!r}] must be a coat.Moment or None, got {moment!r}"
             )
     inner = optax.with_extra_args_support(inner)
+    chosen = Choices(moments or {}, quantize_mask, granularity, rounding)
 
     def init_fn(params):
-        chosen = Choices(moments or {}, quantize_mask, granularity, rounding)
         return initial_state(inner, params, chosen)
 
     def update_fn(updates, state, params=None, **extra_args):
-        check_state(state)
+        chosen.check(state)
         given = updates
         updates, state, params = map(unboxed, (updates, state, params))
         check_gradients(updates, state)

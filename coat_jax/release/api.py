@@ -11,6 +11,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
+from coat_jax.optimizers.wrapper import as_transformation
 from coat_jax.release.checks import check_axes, check_layers, is_fused, warn_of_scans
 from coat_jax.release.parts import Clip, Optimizer, Parameters, as_floats
 from coat_jax.release.taps import Release
@@ -120,8 +121,7 @@ def value_and_update(
       >>> tokens = jnp.zeros((1, 9), jnp.int32)
       >>> value, params, state = step(params, state, tokens, key=jax.random.key(0))
     """
-    if not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(f"tx must be an optax transformation, got {tx!r}")
+    tx = as_transformation(tx, "tx")
     if max_norm is not None and not is_positive_number(max_norm):
         raise ValueError(f"max_norm must be a positive number, got {max_norm!r}")
     if return_norms and max_norm is None:

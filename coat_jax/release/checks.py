@@ -19,7 +19,7 @@ from coat_jax.optimizers.places import fields_of
 from coat_jax.programs.graph import dependences, written_out
 from coat_jax.programs.primitives import all_eqns, bodies_of, is_elementwise, is_layout
 from coat_jax.release.members import is_large
-from coat_jax.release.parts import Optimizer, Parameters
+from coat_jax.release.parts import Optimizer, Parameters, masks_explained
 from pallas_kernels import versions
 from pallas_kernels.dispatch import operations, stand_ins
 
@@ -334,9 +334,10 @@ class _Layer:
 
         params = self.optimizer.params
         states = {j: jax.tree.map(at, params.state_of(j)) for j in sorted(self.stacked)}
-        updates, _ = self.optimizer.tx.update(
-            params.tree({j: at(grads[j]) for j in states}),
-            params.part_of_state(states),
-            params.tree({j: at(leaves[j]) for j in states}),
-        )
+        with masks_explained():
+            updates, _ = self.optimizer.tx.update(
+                params.tree({j: at(grads[j]) for j in states}),
+                params.part_of_state(states),
+                params.tree({j: at(leaves[j]) for j in states}),
+            )
         return params.leaves_of(updates, states)

@@ -5,6 +5,7 @@ place of all other parameters and of their state. So masks, labels, schedules an
 paths on which random bits depend are the same as for the whole tree.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -215,11 +216,33 @@ class Optimizer:
         arguments = self.params.tree(grads), state, self.params.tree(params)
         if self.is_fused:
             request = FusedRequest(key=self.key, stacks=stacks, is_part=True)
-            new, state = requested_update(self.tx, *arguments, request)
+            with masks_explained():
+                new, state = requested_update(self.tx, *arguments, request)
         else:
-            updates, state = self.tx.update(*arguments)
+            with masks_explained():
+                updates, state = self.tx.update(*arguments)
             new = optax.apply_updates(arguments[2], updates)
         return self.params.leaves_of(new, grads), state
+
+
+@contextlib.contextmanager
+def masks_explained() -> Iterator[None]:
+    """Raises ValueError in this context if a mask or label function fails on a part.
+
+    Functions of Flax see `MaskedNode`, while `jax.tree.map` passes over it.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        if "MaskedNode" not in str(error):
+            raise
+        raise ValueError(
+            "coat.value_and_update steps some parameters at a time, with "
+            "optax.MaskedNode in place of the others, and a mask or a label function "
+            f"of the optimizer fails on it: {error}. Give a tree in place of the "
+            "function, mask=function(params), or let the function use jax.tree.map, "
+            "which passes over MaskedNode"
+        ) from error
 
 
 def _owners(

@@ -244,6 +244,21 @@ def test_states_of_all_optimizers_pass(tx):
     jax.jit(lambda s: check_restored(s, state))(state)
 
 
+def test_states_of_several_models_pass_if_each_is_right():
+    models = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
+    state = jax.vmap(TX.init)(models)
+    like = jax.eval_shape(jax.vmap(TX.init), models)
+    check_restored(state, like)
+    for field, value, message in (
+        ("version", 7, "version must be 1, got 7"),
+        ("rounding_step", -1, "rounding_step must not be negative, got -1"),
+    ):
+        numbers = getattr(state[0], field).at[1].set(value)
+        damaged = (state[0]._replace(**{field: numbers}), *state[1:])
+        with pytest.raises(ValueError, match=message):
+            check_restored(damaged, like)
+
+
 def test_states_of_nnx_pass():
     model = nnx.Linear(160, 64, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)

@@ -118,6 +118,7 @@ def test_gradients_and_parameters_of_other_dtypes():
     """Other dtypes take the same step; the kernel has no float16."""
     values, grads = 1 + np.abs(gradients(0, SHAPE)), gradients(1, SHAPE)
     dtypes = {"a": (BF16, F32), "b": (F32, BF16), "c": (jnp.float16, BF16)}
+    dtypes |= {"d": (jnp.float8_e4m3fn, F32)}
     params = {name: jnp.asarray(values, kind) for name, (kind, _) in dtypes.items()}
     grads = {name: jnp.asarray(grads, kind) for name, (_, kind) in dtypes.items()}
     after, state = fused(ADAMW, params, [grads])
@@ -128,6 +129,21 @@ def test_gradients_and_parameters_of_other_dtypes():
         assert after[name].dtype == dtype
         nearest = np.asarray(exact[name]).astype(dtype)
         assert distance(after[name], nearest).max() <= 1
+
+
+def test_float64_parameters_keep_their_bits():
+    """A step of nothing leaves them as they are, and other steps are optax's."""
+    with jax.enable_x64(True):
+        wide = jnp.asarray(1 + 1e-12 * gradients(0, SHAPE).astype(np.float64))
+        params = {"w": wide, "b": wide[0, :8]}
+        grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
+        after, _ = fused(coat.fp8_adamw(0.0), params, [grads])
+        moved, _ = fused(coat.fp8_adamw(1e-2, weight_decay=0), params, [grads])
+    arrays = map(jax.tree.leaves, jax.device_get((params, after, moved)))
+    for p, same, new in zip(*arrays, strict=True):
+        np.testing.assert_array_equal(same, p)
+        np.testing.assert_allclose(new - new.ravel()[0], p - p.ravel()[0], atol=1e-15)
+        np.testing.assert_allclose(new, p - 1e-2, rtol=1e-6)
 
 
 def test_weight_decay_masks():

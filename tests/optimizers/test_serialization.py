@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import linen as nn
 from flax import serialization
 from flax.training.train_state import TrainState
 from helpers.marks import slow
@@ -115,6 +116,16 @@ def test_a_flax_train_state_comes_back():
         restored.apply_gradients(grads=grads).params,
         state.apply_gradients(grads=grads).params,
     )
+
+
+@pytest.mark.parametrize("way", [through_msgpack, through_a_state_dict, through_pickle])
+def test_states_of_boxed_parameters_come_back(way):
+    params = {"w": nn.Partitioned(PARAMS["w"], (None, "model")), "b": PARAMS["b"]}
+    grads = [{"w": params["w"].replace_boxed(g["w"]), "b": g["b"]} for g in GRADS[:2]]
+    tx = coat.fp8_adamw(1e-2)
+    _, _, state = run(tx, params, grads, jit=True)
+    assert isinstance(state[0].mu["w"].codes, nn.Partitioned)
+    assert_same_bits(way(state, jax.eval_shape(tx.init, params)), state)
 
 
 def saved(**options) -> coat.QuantizedState:

@@ -41,3 +41,11 @@ def test_an_axis_of_one_device_cuts_nothing():
     tx, where = coat.fp8_adamw(1e-3), NamedSharding(REPLICATED.mesh, P(None, "data"))
     actual = coat.opt_state_sharding(tx, jnp.zeros((64, 200)), where)
     assert actual[0].mu.codes == actual[0].mu.scale == where
+
+
+def test_parameters_may_be_numbers_of_python():
+    params = {"w": PARAMS["w"], "scale": 1.0, "none": None}
+    tx = coat.fp8_adamw(1e-3)
+    actual = coat.opt_state_sharding(tx, params, REPLICATED)
+    assert jax.tree.structure(actual) == jax.tree.structure(tx.init(params))
+    assert actual[0].mu["scale"] == REPLICATED

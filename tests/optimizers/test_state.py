@@ -164,6 +164,49 @@ def test_bf16_first_moments_of_optax_are_taken():
     assert_trees_equal(actual[0].mu["b"], state[0].mu["b"].astype(jnp.float32))
 
 
+def test_states_of_several_models_are_converted():
+    """Under `jax.vmap` the models' counts have an axis, too."""
+    params = jax.tree.map(lambda *x: jnp.stack(x), *GRADS[:2])
+    grads = jax.tree.map(lambda *x: jnp.stack(x), *GRADS[2:])
+    init, step = jax.vmap(optax.adamw(1e-2).init), jax.vmap(optax.adamw(1e-2).update)
+    state = step(grads, init(params), params)[1]
+    tx = coat.fp8_adamw(1e-2)
+    like = jax.eval_shape(jax.vmap(tx.init), params)
+    converted = coat.from_optax_state(state, like)
+    assert jax.eval_shape(lambda: converted) == like
+    updates, _ = jax.vmap(tx.update)(grads, converted, params)
+    expected, _ = step(grads, state, params)
+    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b)
+
+
+LION = functools.partial(coat.with_quantized_state, optax.lion(1e-2))
+CHANGES = {
+    "has rounding stochastic, but the optimizer has nearest": {"rounding": "nearest"},
+    r"has granularity PerGroup.size=128., .* has PerGroup.size=64.": {
+        "granularity": coat.PerGroup(64)
+    },
+    "has mu as E4M3, k = 3 over the root of nu, .* has E5M2": {"mu_format": coat.E5M2},
+    "has mu as .* over the root of nu, .* has E4M3, own k": {"normalize_mu": False},
+    "has nu as UE4M4, own k, .* has LOG8, own k": {"nu_format": coat.LOG8},
+    "has mu as E4M3, k = 2, but the optimizer has None": {"moments": {"mu": None}},
+}
+
+
+@pytest.mark.parametrize(("message", "options"), CHANGES.items())
+def test_options_of_a_state_change_by_conversion_alone(message, options):
+    make = LION if "moments" in options else functools.partial(coat.fp8_adamw, 1e-2)
+    state, tx = make().init(PARAMS), make(**options)
+    steps = [tx.update, functools.partial(coat.fused_update, tx)]
+    for step in steps[: 1 if make is LION else 2]:
+        with pytest.raises(ValueError, match=message):
+            step(GRADS[0], state, PARAMS)
+    like = tx.init(PARAMS)
+    converted = coat.from_optax_state(coat.to_optax_state(state), like)
+    after = tx.update(GRADS[0], converted, PARAMS)[1]
+    assert jax.tree.structure(after) == jax.tree.structure(like)
+
+
 def mismatches():
     like = jax.eval_shape(coat.fp8_adamw(1e-2).init, PARAMS)
     adamw = optax.adamw(1e-2)

@@ -256,6 +256,16 @@ def test_known_averages_start_where_optax_starts_them(make, change):
     np.testing.assert_allclose(actual["w"], wide["w"], rtol=1e-4)
 
 
+def test_sums_of_gradients_stay_next_to_the_averages():
+    """`optax.MultiSteps` is no transformation, but has one."""
+    steps = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2)
+    state = coat.with_quantized_state(steps).init(PARAMS)
+    assert isinstance(state.inner_opt_state[0].mu["w"], QuantizedArray)
+    assert state.acc_grads["w"].dtype == jnp.float32
+    with pytest.raises(TypeError, match=r"inner must be an optax transformation, .* 3"):
+        coat.with_quantized_state(3)
+
+
 def test_a_variance_stays_in_float32():
     """Codes would make it negative, for a mean of 3 and a deviation of 1."""
     inner = optax.rmsprop(1e-2, centered=True)
