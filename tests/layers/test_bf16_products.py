@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from helpers import small_models
 from helpers.gradients import assert_close, compiled, cosine, fake, saved, saved_bytes
+from helpers.marks import slow
 from helpers.models import normal, parameters
 
 from coat_jax.layers import recipes
@@ -56,7 +57,9 @@ def results(name: str, recipe: str):
     return compiled(jax.value_and_grad(loss_of(graph)), params)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["experts", *map(slow, [name for name in MODELS if name != "experts"])]
+)
 def test_losses_are_those_of_bf16_and_gradients_near_them(name):
     (loss, gradient), (expected, wide) = (
         results(name, recipe) for recipe in ("coat_bf16", "bf16")
