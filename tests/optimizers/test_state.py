@@ -168,13 +168,13 @@ def test_states_of_several_models_are_converted():
     """Under `jax.vmap` the models' counts have an axis, too."""
     params = jax.tree.map(lambda *x: jnp.stack(x), *GRADS[:2])
     grads = jax.tree.map(lambda *x: jnp.stack(x), *GRADS[2:])
-    init, step = jax.vmap(optax.adamw(1e-2).init), jax.vmap(optax.adamw(1e-2).update)
-    state = step(grads, init(params), params)[1]
-    tx = coat.fp8_adamw(1e-2)
+    theirs, tx = optax.adamw(1e-2), coat.fp8_adamw(1e-2)
+    step = jax.jit(jax.vmap(theirs.update))
+    state = step(grads, jax.jit(jax.vmap(theirs.init))(params), params)[1]
     like = jax.eval_shape(jax.vmap(tx.init), params)
     converted = coat.from_optax_state(state, like)
     assert jax.eval_shape(lambda: converted) == like
-    updates, _ = jax.vmap(tx.update)(grads, converted, params)
+    updates, _ = jax.jit(jax.vmap(tx.update))(grads, converted, params)
     expected, _ = step(grads, state, params)
     for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b)
@@ -196,14 +196,18 @@ CHANGES = {
 @pytest.mark.parametrize(("message", "options"), CHANGES.items())
 def test_options_of_a_state_change_by_conversion_alone(message, options):
     make = LION if "moments" in options else functools.partial(coat.fp8_adamw, 1e-2)
-    state, tx = make().init(PARAMS), make(**options)
+    state, tx = jax.eval_shape(make().init, PARAMS), make(**options)
     steps = [tx.update, functools.partial(coat.fused_update, tx)]
     for step in steps[: 1 if make is LION else 2]:
         with pytest.raises(ValueError, match=message):
             step(GRADS[0], state, PARAMS)
-    like = tx.init(PARAMS)
-    converted = coat.from_optax_state(coat.to_optax_state(state), like)
-    after = tx.update(GRADS[0], converted, PARAMS)[1]
+    like = jax.eval_shape(tx.init, PARAMS)
+
+    def converted(state):
+        return coat.from_optax_state(coat.to_optax_state(state), like)
+
+    converted = jax.eval_shape(converted, state)
+    after = jax.eval_shape(tx.update, GRADS[0], converted, PARAMS)[1]
     assert jax.tree.structure(after) == jax.tree.structure(like)
 
 

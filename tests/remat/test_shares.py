@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.marks import slow
 from helpers.models import normal
 
 import coat_jax as coat
@@ -41,7 +42,7 @@ def notes(fn):
     return [row.kept.removeprefix("wide, ") for row in report.rows]
 
 
-@pytest.mark.parametrize("fn", [gated, scanned])
+@pytest.mark.parametrize("fn", [slow(gated), scanned])
 def test_gradients_of_running_sums_in_logarithms(fn):
     report = coat.gradient_report(coat.fp8_remat(fn), fn, WEIGHTS, X)
     assert max(row.error for row in report.rows) < 0.12
