@@ -38,6 +38,7 @@ def test_sizes_are_of_all_rows_unless_some_have_no_group():
         moe.sizes_of("other", 8, 2)
 
 
+@pytest.mark.slow
 def test_rows_are_printed_and_written(tmp_path, monkeypatch, capsys):
     programs = moe.CASES["input_gradient"]
     first = lambda shape: itertools.islice(programs(shape), len(moe.KINDS))  # noqa: E731

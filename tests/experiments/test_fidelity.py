@@ -297,6 +297,7 @@ def test_differences_are_between_ends_of_the_same_shared_steps(tmp_path, monkeyp
     assert seeds == {"again": 1, "moments": 1}
 
 
+@pytest.mark.slow
 def test_variants_go_on_from_their_references_state():
     """A reference that starts from its own saved state ends as if uninterrupted."""
     args = program._parser().parse_args(["--preset", "tiny", "--shared", "0.5"])

@@ -173,6 +173,7 @@ def test_a_variant_is_what_its_name_says(variant):
         assert (mu.exponent is not None) == own_powers
 
 
+@pytest.mark.slow
 def test_the_earlier_form_is_that_of_drift(rng):
     method = drift_cases.METHODS[drift_cases.EARLIER.name]
     settings = dataclasses.replace(PRESETS["tiny"].settings, b1=drift_cases.B1)

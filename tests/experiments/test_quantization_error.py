@@ -89,6 +89,7 @@ def test_captured_gradients_lead_from_moments_to_moments(captured, states, setti
     assert captured.parameters == sum(sizes)
 
 
+@pytest.mark.slow
 def test_captured_gradients_are_those_of_the_loss(captured, states, settings):
     inputs = pretrain.select_inputs(load_corpus([Path(settings.data[0])]), settings)
     batches = train_batches(inputs, settings)
