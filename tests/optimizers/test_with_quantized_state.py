@@ -211,6 +211,9 @@ def test_fields_that_nobody_knows_stay_as_they_are_with_a_warning():
     assert not quantized_leaves(state)
 
 
+@pytest.mark.skipif(
+    not hasattr(optax.contrib, "scale_by_galore"), reason="optax has no GaLore"
+)
 def test_averages_of_projected_gradients_stay_as_they_are_with_a_warning():
     def projected(of):
         return optax.contrib.scale_by_galore(rank=32, base_optimizer=of)
