@@ -71,15 +71,9 @@ def starts(case: str, model: ModelSize, batch: int) -> Iterator[Row]:
         for start in STARTS:
             with ProcessPoolExecutor(1, mp_context=spawn) as pool:
                 seconds = pool.submit(seconds_of, case, model, batch, folder).result()
-            yield {
-                "case": case,
-                "model": model.name,
-                "batch": batch,
-                "start": start,
-            } | {
-                **{f"{s}_s": x for s, x in zip(STAGES, seconds, strict=True)},
-                "seconds": sum(seconds),
-            }
+            stages = {f"{s}_s": x for s, x in zip(STAGES, seconds, strict=True)}
+            row = {"case": case, "model": model.name, "batch": batch, "start": start}
+            yield row | stages | {"seconds": sum(seconds)}
 
 
 def seconds_of(case: str, model: ModelSize, batch: int, folder: str) -> list[float]:

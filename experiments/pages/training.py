@@ -18,15 +18,16 @@ from experiments.training.settings import PRESETS
 
 _TRAININGS = "pretrain_300m_compared", "pretrain_124m_compared"
 _FURTHER = "pretrain_300m_h200_compared"  # Further seeds of the larger model.
+_LARGER = _TRAININGS[0], _FURTHER
 
 
 def losses() -> str:
     """Returns README.md's text about validation losses and its figure of losses."""
     results = load("pretrain", _TRAININGS[0])
-    of_larger = all_gaps((_TRAININGS[0], _FURTHER))
+    of_larger, every = all_gaps(_LARGER), all_gaps()
     gaps, means = (
         {recipe: f"{fmean(each):.1f}%" for recipe, each in by_recipe.items()}
-        for by_recipe in (of_larger, all_gaps())
+        for by_recipe in (of_larger, every)
     )
     paper = 100 * (TABLE_3["coat"][0] / TABLE_3["bf16"][0] - 1)
     size = _millions(results["rows"][0]["parameters"])
@@ -35,7 +36,7 @@ def losses() -> str:
         "of source code ends with a validation loss above `bf16`'s: by "
         f"{gaps['te']} with `te`, {gaps['coat']} with `coat` and {gaps['coat_max']} "
         f"with `coat_max`, the means of {_counts(of_larger)} seeds. Over all "
-        f"{_counts(all_gaps())} trainings of this model and a smaller one the mean "
+        f"{_counts(every)} trainings of this model and a smaller one the mean "
         f"gaps are {means['te']}, {means['coat']} and {means['coat_max']}. The paper's "
         f"OLMo-1B ends {paper:.1f}% above its BF16 run. "
         "[Nearly all](experiments/README.md) of our gap comes from FP8 in forward "
@@ -93,7 +94,7 @@ def pretraining() -> str:
         f"{further['device']['name']} each:",
         _losses_and_costs(further),
         "All seeds of the larger model, and the 95% interval of the mean:",
-        markdown(columns, all_gaps((_TRAININGS[0], _FURTHER)).items()),
+        markdown(columns, all_gaps(_LARGER).items()),
         "All trainings of both models:",
         markdown(columns, all_gaps().items()),
         *_length(),

@@ -32,13 +32,10 @@ MODELS = {
 
 
 def model_of(name: str, recipe: str):
-    """Returns a model's structure, and parameters that all recipes share."""
+    """Returns a model's structure and its parameters, the same for all recipes."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER}
     config = small_models.config(recipe=recipe, **{**sizes, **MODELS[name]})
-    plain = dataclasses.replace(config, recipe="bf16")
-    _, params = parameters(lambda: llama.Llama(plain, rngs=nnx.Rngs(0)))
-    model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
-    return nnx.split(model)[0], params
+    return parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
 
 
 def loss_of(graph):
@@ -169,24 +166,15 @@ def test_adapters_leave_frozen_weights_as_they_are():
 
 
 def test_encoders_of_images_take_it():
-    def features(recipe):
-        config = vit.VitConfig(
-            image_size=32,
-            patch_size=4,
-            hidden_size=64,
-            intermediate_size=96,
-            num_layers=2,
-            num_heads=4,
-            recipe=recipe,
-        )
-        _, params = parameters(lambda: vit.Vit(config, rngs=nnx.Rngs(0)))
-        graph = nnx.split(nnx.eval_shape(lambda: vit.Vit(config, rngs=nnx.Rngs(0))))[0]
-        return graph, params
-
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER}
+    config = vit.VitConfig(
+        image_size=32, patch_size=4, num_layers=2, num_heads=4, **sizes
+    )
     images = normal(2, 2, 32, 32, 3)
     values, sizes = {}, {}
     for recipe in ("bf16", "coat", "coat_bf16"):
-        graph, params = features(recipe)
+        of_recipe = dataclasses.replace(config, recipe=recipe)
+        graph, params = parameters(lambda c=of_recipe: vit.Vit(c, rngs=nnx.Rngs(0)))
 
         def run(params, graph=graph):
             return nnx.merge(graph, params)(images)
