@@ -14,7 +14,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import ArrayLike
 
 from coat_jax.optimizers.codec import dequantized, quantized
-from coat_jax.optimizers.state import VERSION, QuantizedState, is_state
+from coat_jax.optimizers.state import QuantizedState, is_state, wrong_version
 from coat_jax.optimizers.trees import boxed, check_structure, is_quantized, unboxed
 
 ARRAYS = ("codes", "scale", "exponent")
@@ -84,9 +84,10 @@ def check_restored(state: Any, like: Any) -> None:
     Readers of checkpoints check little: `flax.serialization` accepts any value in place
     of a plain array, and pickle and orbax do not know which values of a state are
     valid. Use this where the file may be damaged, or may have been saved with other
-    options of the optimizer or by another version of this library. Restore by orbax
-    with the options that a state was saved with: it casts codes to the dtypes of its
-    target, which leaves no trace of another format.
+    options of the optimizer or by another version of this library. For example, orbax
+    casts codes to the dtypes of its target, so that their numbers are wrong if they
+    were saved in another format. Every state has a checksum of its formats, from which
+    this function knows.
 
     Args:
       state: A restored state, or any tree that contains such states.
@@ -96,9 +97,10 @@ def check_restored(state: Any, like: Any) -> None:
 
     Raises:
       ValueError: If the trees differ in structure; if an array differs in shape, dtype,
-        or format of its codes; if a scale is neither positive nor NaN (gradients that
-        were not finite make it NaN); or if another version of this library wrote it.
-        The message names the place, the value and the rule.
+        or format of its codes; if codes were cast from another format; if a scale is
+        neither positive nor NaN (gradients that were not finite make it NaN); or if
+        another version of this library wrote it. The message names the place, the value
+        and the rule.
 
     Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -142,13 +144,11 @@ def _check_part(name: str, state: Any, like: Any) -> None:
         )
     _check_array(f"{name}.version", state.version, like.version)
     _check_array(f"{name}.rounding_step", state.rounding_step, like.rounding_step)
-    version, step = _values(state.version), _values(state.rounding_step)
+    versions, step = _values(state.version), _values(state.rounding_step)
     # States of several models, as `jax.vmap` of `init` makes them, have a number each.
-    if version is not None and (wrong := version[version != VERSION]).size:
-        raise ValueError(
-            f"{name}.version must be {VERSION}, got {wrong[0]}: was the state saved by "
-            "another version of coat_jax?"
-        )
+    for version in () if versions is None else np.unique(versions).tolist():
+        if wrong := wrong_version(version, like.layout):
+            raise ValueError(f"{name}.{wrong}")
     if step is not None and (wrong := step[step < 0]).size:
         raise ValueError(f"{name}.rounding_step must not be negative, got {wrong[0]}")
     inner = state.inner_state, like.inner_state
@@ -244,7 +244,8 @@ def _converted(path: Any, like: Any, new: Any) -> Any:
     _check_shapes(name, unboxed(new), inner)
     moments = quantized(unboxed(new), inner, like.layout)
     zero = jnp.zeros(unboxed(like.rounding_step).shape, jnp.int32)
-    return QuantizedState(boxed(moments, new), zero, zero + VERSION, like.layout)
+    version = zero + like.layout.version
+    return QuantizedState(boxed(moments, new), zero, version, like.layout)
 
 
 def _check_shapes(name: str, state: Any, like: Any) -> None:

@@ -20,7 +20,7 @@ from coat_jax.optimizers.codec import quantized
 from coat_jax.optimizers.moment import KNOWN, SIGNED, Moment
 from coat_jax.optimizers.places import Path, field_of, fields_of
 from coat_jax.optimizers.sharding import nbytes, zeros_like
-from coat_jax.optimizers.state import VERSION, Choices, Layout, QuantizedState
+from coat_jax.optimizers.state import Choices, Layout, QuantizedState
 from coat_jax.optimizers.trees import (
     broadcast,
     by_path,
@@ -108,7 +108,7 @@ def initial_state(
     state = _started(state, first, layout) if first else state
     state = in_boxes(state, by_path(params, is_leaf=is_box))
     zero = jnp.zeros([], jnp.int32)
-    return QuantizedState(state, zero, zero + VERSION, layout)
+    return QuantizedState(state, zero, zero + layout.version, layout)
 
 
 def _of_other_shapes(

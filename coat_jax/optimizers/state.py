@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 # The version of `QuantizedState`. States of version 0 had bfloat16 scales.
 VERSION = 1
+_BITS_OF_VERSION = 8
 Rounding = Literal["stochastic", "nearest"]
 
 
@@ -43,6 +45,21 @@ class Layout:
 
     moments: tuple[tuple[Path, Moment], ...]
     rounding: Rounding
+
+    @property
+    def version(self) -> int:
+        """The `version` of states with this layout: `VERSION` and a checksum.
+
+        The lowest 8 bits are `VERSION`. The 23 bits above are a checksum of the
+        moments' storage, which is never zero. States that were saved before there was a
+        checksum have zero there.
+        """
+        parts = [
+            f"{keystr(field)} {m.format.name} {m.power} {m.over_root_of}"
+            for field, m in self.moments
+        ]
+        checksum = zlib.crc32("\n".join(parts).encode()) >> 9 or 1
+        return VERSION | checksum << _BITS_OF_VERSION
 
     def as_dict(self) -> dict[str, str]:
         """Returns the layout as a dict of strings, for messages and files."""
@@ -81,7 +98,9 @@ class QuantizedState(NamedTuple):
         `QuantizedArray`s, or float32 arrays if they are small or masked out.
       rounding_step: The number of updates so far, int32. The random bits of rounding
         depend on it.
-      version: The version of the state's format, int32.
+      version: `layout.version`, int32: the version of the state's format, and a
+        checksum of `layout.moments`. Readers that know arrays alone, such as orbax,
+        keep it while they cast codes to the dtypes of another layout.
       layout: The storage of the fields.
     """
 
@@ -107,6 +126,26 @@ class QuantizedState(NamedTuple):
 def is_state(node: Any) -> bool:
     """Returns whether a node of a tree is a quantized state."""
     return isinstance(node, QuantizedState)
+
+
+def wrong_version(version: int, layout: Layout) -> str | None:
+    """Returns what is wrong with a state's `version`, or None if it fits its layout."""
+    number = version % (1 << _BITS_OF_VERSION)
+    if number != VERSION:
+        return (
+            f"version must be {VERSION}, got {number}: was the state saved by another "
+            "version of coat_jax?"
+        )
+    if version not in (VERSION, layout.version):
+        moments = layout.as_dict()
+        del moments["rounding"]
+        return (
+            f"version must be {layout.version} for moments {moments}, got {version}: "
+            "the state was saved with other formats, and its codes were cast. Restore "
+            "it with the optimizer's options that it was saved with, and convert it by "
+            "coat.from_optax_state(coat.to_optax_state(state), tx.init(params))"
+        )
+    return None
 
 
 def states_in(tree: Any) -> list[QuantizedState]:

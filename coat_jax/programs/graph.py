@@ -3,6 +3,7 @@
 A program is a jaxpr, and an operation is an equation of a jaxpr.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from pallas_kernels import versions
 # Calls that `written_out` inlines.
 _CALLS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "jit"})
 Names = dict[core.Var, Operand]
+_JAX = os.path.dirname(jax.__file__) + os.sep
 
 
 class Graph:
@@ -223,10 +225,23 @@ def _inlined(
             eqns.append(eqn.replace(invars=invars, outvars=outvars))
             continue
         inner, passed = embedded(body, invars, outvars, is_call)
-        eqns.extend(inner)
+        eqns += [_placed(each, eqn) for each in inner]
         for old, new in zip(eqn.outvars, outvars, strict=True):
             names[old] = passed.get(new, new)
     return eqns
+
+
+def _placed(eqn: core.JaxprEqn, call: core.JaxprEqn) -> core.JaxprEqn:
+    """Returns an operation of a called function with the call's traceback if need be.
+
+    The tracebacks in functions of JAX, such as `jax.nn.silu`, do not lead to the call.
+    """
+    traceback = eqn.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    if any(not frame.file_name.startswith(_JAX) for frame in frames):
+        return eqn
+    of_call = call.source_info.traceback
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=of_call))
 
 
 def renamed(operands: Iterable[Operand], names: Mapping[core.Var, Operand]) -> list:

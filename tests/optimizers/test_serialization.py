@@ -15,6 +15,7 @@ from helpers.optimizers import SHAPE, assert_same_bits, gradients, run, run_on
 from jax.sharding import SingleDeviceSharding
 
 import coat_jax as coat
+from coat_jax.optimizers.checkpoint import check_restored
 
 PARAMS = {"w": jnp.ones(SHAPE), "b": jnp.ones((8,)), "none": None}
 GRADS = [
@@ -90,6 +91,30 @@ def test_other_formats_come_back(way, tmp_path):
     options = {"folder": tmp_path} if way is through_orbax else {}
     like = jax.eval_shape(lambda: state)
     assert_same_bits(way(state, like, **options), state)
+
+
+# Both have codes of the same size, so that orbax can cast one to the other.
+@pytest.mark.parametrize(
+    "other", [{"mu_format": coat.E5M2}, {"nu_format": coat.E4M3}], ids=["dtype", "sign"]
+)
+def test_a_state_that_orbax_cast_to_another_format_is_refused(other, tmp_path):
+    params = {"w": PARAMS["w"]}
+    state = coat.fp8_adamw(1e-2).init(params)
+    like = jax.eval_shape(coat.fp8_adamw(1e-2, **other).init, params)
+    cast = through_orbax(state, like, tmp_path)
+    with pytest.raises(ValueError, match=r"state\[0\]\.version must be .* codes were"):
+        check_restored(cast, like)
+    check_restored(through_pickle(state, None), state)
+
+
+def test_a_state_saved_without_a_checksum_of_its_formats_passes():
+    state = with_formats()
+    check_restored(state._replace(version=jnp.int32(1)), state)
+
+
+def test_checksums_of_formats_stay_what_they_are_in_files():
+    states = coat.scale_by_fp8_adam().init(PARAMS["w"]), with_formats()
+    assert [int(state.version) for state in states] == [1883766785, 916150017]
 
 
 @pytest.mark.parametrize("expand", [slow(False), True, 2.5])
