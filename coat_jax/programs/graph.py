@@ -79,6 +79,23 @@ class Graph:
         return needed
 
 
+def read_in(jaxpr: core.Jaxpr) -> frozenset[core.Var]:
+    """Returns the variables that operations read, or that a program returns.
+
+    A jitted function reads an operand only if an operation within it does.
+    """
+    read = variables(jaxpr.outvars)
+    for eqn in jaxpr.eqns:
+        operands = eqn.invars
+        if eqn.primitive.name == "jit":
+            (body,) = bodies_of(eqn)
+            within = read_in(body)
+            pairs = zip(operands, body.invars, strict=True)
+            operands = [operand for operand, v in pairs if v in within]
+        read |= variables(operands)
+    return frozenset(read)
+
+
 def written_out(program: core.Jaxpr) -> core.Jaxpr:
     """Returns a program with its calls inlined, without effects and barriers.
 

@@ -11,7 +11,6 @@ from jax.extend import core
 
 from coat_jax.programs.graph import renamed, written_out
 from coat_jax.programs.primitives import is_foreign, is_matmul, size_of, variables
-from coat_jax.quantization.granularity import PerGroup
 from coat_jax.remat.choices import choosing
 from coat_jax.remat.kernels import Kernels
 from coat_jax.remat.loops import equal_stacks
@@ -35,64 +34,12 @@ from coat_jax.remat.sources import (
     restricted,
 )
 from coat_jax.remat.trace import Linearized
+from coat_jax.remat.ways import Copy, Extra, Unread, Wide
 from pallas_kernels import versions
 
 _IN_LOOP = "offloaded by the policy in a loop"
 _HIDING = "large numbers hide others in it"
 _OF_KERNEL = "float32 statistics of a kernel"
-
-
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """The decision to save a residual as an FP8 copy.
-
-    Attributes:
-      granularity: The groups that share a scale.
-      fused: Whether XLA fuses the dequantization into every operation that reads it.
-      merged: The lengths of the last axes that the copy merges into one axis; () if
-        it has the axes of the array.
-      offloaded: Whether the copy is kept in host memory until the backward pass, as the
-        policy says.
-    """
-
-    granularity: PerGroup
-    fused: bool
-    merged: tuple[int, ...]
-    offloaded: bool = False
-
-    @classmethod
-    def of(cls, aval: jax.core.ShapedArray, size: int, fused: bool) -> "Copy":
-        """Returns a `Copy` for arrays of a type, in groups of `size`."""
-        return cls(PerGroup(size), fused, merged_axes(aval))
-
-
-@dataclasses.dataclass(frozen=True)
-class Wide:
-    """The decision to save a residual unquantized.
-
-    Attributes:
-      reason: Why the residual is not quantized.
-      offloaded: Whether the residual is kept in host memory until the backward pass, as
-        the policy says.
-    """
-
-    reason: str
-    offloaded: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Extra:
-    """An array that is not a residual, saved to recompute residuals from it.
-
-    Attributes:
-      var: The variable of the forward program.
-      way: The way in which the array is saved.
-      index: The index of one of the residuals that follow from it.
-    """
-
-    var: core.Var
-    way: Copy | Wide
-    index: int
 
 
 @jax.tree_util.register_static
@@ -103,7 +50,7 @@ class Plan:
     Attributes:
       kept: One entry per residual: the index in `needed` of the constant or argument
         that the residual is, "recompute" if the backward pass computes it, `Wide` if it
-        is saved unquantized, or `Copy` if it is saved as an FP8 copy.
+        is saved unquantized, `Copy` if it is saved as an FP8 copy, or `Unread`.
       extras: The arrays that are saved in addition to residuals.
       needed: For each constant of the forward program, and then for each argument,
         whether the backward pass reads it. Needed arrays are kept by reference and take
@@ -114,7 +61,7 @@ class Plan:
       vjp_tree: The tree structure of the function that `jax.vjp` returns.
     """
 
-    kept: tuple[int | Literal["recompute"] | Wide | Copy, ...]
+    kept: tuple[int | Literal["recompute"] | Wide | Copy | Unread, ...]
     extras: tuple[Extra, ...]
     needed: tuple[bool, ...]
     recompute: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -155,7 +102,9 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
         is_code = is_narrow(residual.aval) and var not in numbers
         given = numbers if is_code else set()
         is_given = [*is_param, *[True] * len(given)]
-        if var in params:
+        if index in traced.unread:
+            ways.append(Unread(residual.aval.shape, residual.aval.dtype))
+        elif var in params:
             ways.append(params[var])
         elif (
             var not in computed

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
@@ -12,8 +13,8 @@ from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
 from coat_jax.remat.notes import Note
 from coat_jax.remat.options import Options
-from coat_jax.remat.plan import Copy, Wide
 from coat_jax.remat.trace import SAVED_NAME, Linearized
+from coat_jax.remat.ways import Copy, Unread, Wide
 from pallas_kernels.dispatch import array_types
 
 
@@ -53,10 +54,12 @@ def saved_as(
 
 
 def restored(way: Any, x: Any) -> Any:
-    """Returns the array that was saved as `x`.
+    """Returns the array that was saved as `x`; zeros for an array that nothing reads.
 
     `way` is the entry of the residual in `Plan.kept`, or the extra's way.
     """
+    if isinstance(way, Unread):
+        return jnp.zeros(way.shape, way.dtype)
     if isinstance(way, Copy | Wide) and way.offloaded:
         x = jax.device_put(x, jax.memory.Space.Device)
     if not isinstance(way, Copy):

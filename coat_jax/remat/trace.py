@@ -15,6 +15,7 @@ import numpy as np
 from jax.dtypes import float0
 from jax.extend import core
 
+from coat_jax.programs.graph import read_in
 from coat_jax.programs.primitives import (
     Kind,
     bodies_of,
@@ -133,6 +134,20 @@ class Linearized:
                 f"{_name(reader.eqn)} in {location}" if location else _name(reader.eqn)
             )
         return "the output"
+
+    @cached_property
+    def unread(self) -> frozenset[int]:
+        """The indices of the residuals that no operation of the backward program reads.
+
+        The rule of `jax.numpy.logaddexp`, for example, saves an array of this kind.
+        """
+        read = read_in(self.backward.jaxpr)
+        pairs = zip(self.residuals, self.backward.jaxpr.invars, strict=False)
+        return frozenset(
+            i
+            for i, (residual, v) in enumerate(pairs)
+            if v not in read and isinstance(residual.aval.dtype, np.dtype)
+        )
 
     def is_argument(self, var: core.Var | core.Literal) -> bool:
         """Returns whether an array is an argument or a constant."""

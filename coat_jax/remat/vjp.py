@@ -18,11 +18,12 @@ from jax.extend import core
 from coat_jax.remat.fingerprint import fingerprint
 from coat_jax.remat.options import Options
 from coat_jax.remat.outline import KEPT, AxisEnv, outlined
-from coat_jax.remat.plan import Plan, Wide, plan
+from coat_jax.remat.plan import Plan, plan
 from coat_jax.remat.policies import linearize_by_policy, with_maxima_saved
 from coat_jax.remat.saving import restored, saved_as
 from coat_jax.remat.shapes import MIN_SIZE, TOO_SMALL
 from coat_jax.remat.trace import linearize
+from coat_jax.remat.ways import Wide
 from pallas_kernels import versions
 from pallas_kernels.checks import warn_once
 from pallas_kernels.dispatch import array_types, operations

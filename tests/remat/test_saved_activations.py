@@ -6,6 +6,7 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from helpers import small_models
@@ -142,6 +143,32 @@ def test_reports_name_the_line_of_the_user_who_multiplies(wrap):
     # The others are for `tanh`, on the line above.
     assert sum(position in asked_by for asked_by in places) >= 2, places
     assert all(os.path.basename(__file__) in asked_by for asked_by in places), places
+
+
+def test_reports_name_the_line_of_the_user_who_calls_a_function_of_jax():
+    def gated(x, w):
+        return jax.nn.silu(jnp.sin(_user_layer(x, w)))
+
+    x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    rows = coat.residual_report(coat.fp8_remat(gated), x, w).rows
+    position = f"({os.path.basename(__file__)}:{inspect.getsourcelines(gated)[1] + 1})"
+    products = [row.asked_by for row in rows if row.asked_by.startswith("mul")]
+    assert len(products) > 1
+    assert all(place.endswith(position) for place in products), products
+
+
+def test_arrays_that_the_backward_pass_does_not_read_are_not_saved():
+    """The rule of softplus saves its result, and its gradient reads only a slope."""
+    x = jax.random.normal(jax.random.key(0), (128, 64))
+    light = coat.fp8_remat(lambda x: jax.nn.softplus(x) + 1, params_argnums=())
+    assert [row.shape for row in coat.residual_report(jax.nn.softplus, x).rows] == [
+        (128, 64),
+        (128, 64),
+    ]
+    rows = coat.residual_report(light, x).rows
+    assert [row.shape for row in rows] == [(128, 64), (128, 4)]
+    dx = jax.grad(lambda x: light(x).sum())(x)
+    np.testing.assert_allclose(dx, jax.nn.sigmoid(x), rtol=2**-4, atol=1e-3)
 
 
 @needs_kernels
