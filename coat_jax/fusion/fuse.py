@@ -20,6 +20,7 @@ from coat_jax.fp8.prologue import Saves
 from coat_jax.fp8.stored import Stored
 from coat_jax.fusion.experts import fuse_experts
 from coat_jax.fusion.fused_matmul import FusedMatmul
+from coat_jax.fusion.gates import fuse_gates
 from coat_jax.fusion.halves import halves_of, is_moved, joined, split
 from coat_jax.fusion.patterns import Gate, NormMatch, activation_of, gate_of, norm_of
 from coat_jax.fusion.sums import Sum, bias_of, reader_after, sum_of
@@ -41,9 +42,11 @@ class Fusion:
 
     Attributes:
       saves: What the kernels of norms and gates save for the backward pass.
+      gates_in_bf16: Whether a kernel computes gradients of gates before BF16 matmuls.
     """
 
     saves: Saves
+    gates_in_bf16: bool
 
     def __call__(
         self, program: core.Jaxpr, keys: Sequence[Any], is_param: Sequence[bool]
@@ -52,17 +55,21 @@ class Fusion:
         del keys
         if self.saves == "copies":
             program = fuse_experts(program)
+        if self.gates_in_bf16:
+            program = fuse_gates(program)
         return fuse(program, is_param, self.saves)
 
 
-def fusion(format: Format, group: int, where: Any, key: Any) -> Fusion:
+def fusion(format: Format, group: int, where: Any, key: Any, policy: Any) -> Fusion:
     """Returns the fusion for these options of `fp8_remat`, which documents them.
 
     Kernels save E4M3 copies in groups of 16 only. For other options `fp8_remat` makes
-    the copies itself, from unquantized arrays.
+    the copies itself, from unquantized arrays. With a policy the arrays that it names
+    are saved, and not the operands of gates.
     """
     like_kernels = format == E4M3 and group == GROUP and where is None and key is None
-    return Fusion("copies" if like_kernels else "arrays")
+    saves: Saves = "copies" if like_kernels else "arrays"
+    return Fusion(saves, gates_in_bf16=like_kernels and policy is None)
 
 
 def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Jaxpr:

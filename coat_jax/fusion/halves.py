@@ -114,7 +114,7 @@ def joined(
         With -2, the array may have several axes before its last axis.
       graph: The program.
     """
-    cuts = [_cut_of(half, graph) for half in (first, second)]
+    cuts = [cut_of(half, graph) for half in (first, second)]
     if None in cuts or first.aval.shape != second.aval.shape:
         return None
     (array, along, start, size), (again, *place) = cuts
@@ -142,7 +142,7 @@ def is_moved(array: core.Var, graph: Graph) -> bool:
     return maker is not None and maker.primitive.name in _MOVES
 
 
-def _cut_of(half: core.Var, graph: Graph) -> tuple[core.Var, int, int, int] | None:
+def cut_of(half: core.Var, graph: Graph) -> tuple[core.Var, int, int, int] | None:
     """Returns the array, axis, start and size of the slice `half`, or None.
 
     Operations that keep all elements in their order may follow the slice.

@@ -83,7 +83,8 @@ def fp8_remat[Target](
     softmax attention. All matmuls of `fp8_dot_general` that read one array are merged,
     and quantize the array once, with a scale for each token. A gate between the matmuls
     of a gated MLP becomes one kernel. A norm before matmuls also becomes one kernel,
-    unless it has a custom derivative rule. On Hopper GPUs, attention that the program
+    unless it has a custom derivative rule. Before matmuls in BF16 only the gradients of
+    gates and activations come from a kernel. On Hopper GPUs, attention that the program
     computes in BF16 by matmuls and a softmax runs as cuDNN's flash attention, if all of
     its masks are booleans and nothing else reads its scores and probabilities. The
     options below do not change this. The saved activations take a tenth to a third of
@@ -219,7 +220,7 @@ def options_of(
         policy=policy,
         key=key,
         rerun_attention=rerun_attention,
-        rewrites=(gathers, attention, fusion(format, group, where, key)),
+        rewrites=(gathers, attention, fusion(format, group, where, key, policy)),
     )
     return with_shard_maps(options)
 

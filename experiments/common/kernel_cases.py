@@ -186,6 +186,11 @@ def elementwise(shape: tuple[int, int]) -> Iterator[KernelCase]:
             gate_up, numbers(BF16),
         )  # fmt: skip
         yield case(
+            f"{backward}, and the product", 2 * of_16 + 8,
+            with_options(k.gated_grad, keep_product=True, **of),
+            gate_up, numbers(BF16),
+        )  # fmt: skip
+        yield case(
             f"{backward}, to a tensor, both", 2 * of_16 + 6,
             scaled(k.gated_grad, copies="both", **of), gate_up, numbers(BF16), scalar,
         )  # fmt: skip

@@ -154,6 +154,16 @@ def _gate(activation: str) -> Iterator[CompiledCase]:
         f"{activation} gate of two arrays, backward", pair_backward, arrays
     )
 
+    def pair_in_bf16(gate, up, dy, **options):
+        options |= {"keep_product": True, "activation": activation}
+        return pk.gated_grad((gate, up), dy, **options)
+
+    yield CompiledCase(
+        f"{activation} gate of two arrays, backward, and the product",
+        pair_in_bf16,
+        arrays[:3],
+    )
+
 
 def _heads() -> Iterator[CompiledCase]:
     yield from _measured("heads")

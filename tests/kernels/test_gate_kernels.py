@@ -222,6 +222,8 @@ def test_what_cannot_run_is_named():
         pk.gated(groups, copies="both")
     with pytest.raises(ValueError, match="product_scale needs a scale, got None"):
         pk.gated_grad(groups, dy, product_scale=jnp.float32(1))
+    with pytest.raises(ValueError, match="keep_product takes no scales"):
+        pk.gated_grad(groups, dy, scale=jnp.float32(1), keep_product=True)
     with pytest.raises(ValueError, match="needs wide arrays and scale='row', got"):
         pk.gated(groups, scale="row", keep_groups=True)
     with pytest.raises(ValueError, match="a scalar or 'row', got 'column'"):
@@ -280,6 +282,31 @@ def test_wide_gradients_of_two_arrays(implementation):
     for j, values in enumerate(out.values):
         assert values.dtype == BF16
         assert_rounded(values, grads[..., j, :], sizes[..., j, :])
+
+
+@every_implementation
+@pytest.mark.parametrize("form", ["one array", "two arrays", "the gate alone"])
+def test_wide_gradients_with_the_wide_product(implementation, form):
+    activation, groups, dy = "gelu", *inputs((3, 11, 2, 144))
+    operands, sources = groups, groups
+    if form == "two arrays":
+        operands = apart(groups)
+    if form == "the gate alone":
+        operands, sources = alone(groups)
+    grad = functools.partial(pk.gated_grad, activation=activation, keep_product=True)
+    out = run(implementation, grad, operands, dy)
+    y, size = exact(sources, activation)
+    assert out.product.dtype == BF16
+    assert_rounded(out.product, y, size)
+    grads, sizes = exact(sources, activation, dy)
+    values = (
+        out.values
+        if isinstance(out.values, tuple)
+        else jnp.unstack(out.values, axis=-2)
+    )
+    for j, gradient in enumerate(values):
+        assert gradient.dtype == BF16
+        assert_rounded(gradient, grads[..., j, :], sizes[..., j, :])
 
 
 def alone(gate_up):

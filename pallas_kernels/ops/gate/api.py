@@ -110,6 +110,7 @@ def gated_grad(
     dtype: DTypeLike = jnp.float8_e5m2,
     copies: Wanted = "row",
     product_scale: Float[Array, ""] | None = None,
+    keep_product: bool = False,
     implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Gated:
@@ -132,6 +133,8 @@ def gated_grad(
       product_scale: The per-tensor scale of `gated`'s output, which is then returned,
         too, as transposed float8_e4m3fn codes [f, tokens]. It needs `scale`, unless
         the gate is alone. None does not return these codes.
+      keep_product: Whether to return `gated`'s output in bfloat16 [..., f] as well. It
+        needs neither `scale` nor `product_scale`.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Tile sizes of the kernel; None means the default.
 
@@ -155,6 +158,8 @@ def gated_grad(
     with_product = product_scale is not None
     if with_product and scale is None and number_of_parts(operands) == 2:
         raise ValueError("product_scale needs a scale, got None")
+    if keep_product and not (scale is None and product_scale is None):
+        raise ValueError("keep_product takes no scales: the product is in bfloat16")
     check_dtype("dy", dy.dtype, WIDE)
     *leading, _, n = operands[0].codes.shape
     check_shape("dy", dy, (*leading, n))
@@ -163,6 +168,7 @@ def gated_grad(
         dtype=jnp.dtype(dtype),
         row=row,
         transposed=transposed,
+        keep_product=keep_product,
         tuning=tuning,
     )
     arrays = operands, dy, scale, product_scale
@@ -251,6 +257,7 @@ class _GatedGrad(operations.Operation):
       dtype: The dtype of codes.
       row: Whether to return the gradients.
       transposed: Whether to return their transpose.
+      keep_product: Whether to return the output of `gated` in bfloat16.
       tuning: Tile sizes of the kernel, or None.
     """
 
@@ -258,6 +265,7 @@ class _GatedGrad(operations.Operation):
     dtype: jnp.dtype
     row: bool
     transposed: bool
+    keep_product: bool
     tuning: Tuning | None
     name = "gated_grad"
 
@@ -277,17 +285,22 @@ class _GatedGrad(operations.Operation):
             row=self.row,
             transposed=self.transposed,
             product_scale=product_scale,
+            keep_product=self.keep_product,
         )
 
     def axes(self, operands, dy, scale, product_scale) -> tuple:
         row = Axes(f"{tokens(dy.ndim - 1)} _")
         taken = axes_of_parts(operands), row, WHOLE, WHOLE
-        return taken, axes_of_results(operands, "_ _")
+        results = axes_of_results(operands, "_ _")
+        return taken, results._replace(product=row) if self.keep_product else results
 
     def kernel(self, operands, dy, scale, product_scale) -> Gated:
         *leading, n = dy.shape
         count = math.prod(leading)
-        with_product = product_scale is not None
+        more = _PRODUCT if product_scale is not None else None
+        if self.keep_product:
+            more = Encoding(wide=jnp.dtype(jnp.bfloat16))
+        with_product = more is not None
         apart = len(operands) == 2
         encoding = _encoding(scale, self.dtype, self.row, self.transposed)
         if apart:  # The amax of each part would take registers.
@@ -299,12 +312,16 @@ class _GatedGrad(operations.Operation):
             product_scale,
             name=self.name,
             encoding=encoding,
-            more=_PRODUCT if with_product else None,
+            more=more,
             parts=number_of_parts(operands),
             apart=apart,
             tuning=self.tuning,
         )
-        product = out.pop().transposed[0] if with_product else None
+        product = None
+        if with_product:
+            of_gate = out.pop()
+            wide, codes = of_gate.wide, of_gate.transposed
+            product = codes[0] if wide is None else wide.reshape(dy.shape)
         shapes = [x.codes.shape for x in operands]
         grads = [_gated(*each) for each in zip(out, shapes, strict=True)]
         return joined(grads)._replace(product=product)

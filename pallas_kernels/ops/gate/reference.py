@@ -47,8 +47,8 @@ class Gated(NamedTuple):
         values are a tuple of two. The kernel chooses k.
       groups: Gate and up [..., 2, f] in groups of 16.
       largest_scale: The largest group scale of each token, float32 [...].
-      product: The float8_e4m3fn codes of `gated`'s output, [f, tokens]; only
-        `gated_grad` returns them.
+      product: The output of `gated`, which only `gated_grad` returns: transposed
+        float8_e4m3fn codes [f, tokens], or bfloat16 [..., f].
     """
 
     values: Float[Array, "..."] | Apart | None = None
@@ -57,7 +57,7 @@ class Gated(NamedTuple):
     largest: Float[Array, " k"] | None = None
     groups: Scaled | Apart | None = None
     largest_scale: Float[Array, "..."] | None = None
-    product: Float[Array, "f tokens"] | None = None
+    product: Float[Array, "..."] | None = None
 
 
 def gated(
@@ -111,6 +111,7 @@ def gated_grad(
     row: bool,
     transposed: bool,
     product_scale: Float[Array, ""] | None,
+    keep_product: bool,
 ) -> Gated:
     """Computes `pallas_kernels.gated_grad` in jnp.
 
@@ -132,9 +133,11 @@ def gated_grad(
         codes = (encode(grad, scale, dtype) for grad in grads)
         flat = (x.reshape(-1, x.shape[-2] * x.shape[-1]) for x in codes)
         out = out._replace(transposed=tuple(map(transpose_in_jnp, flat)))
-    if product_scale is None:
+    if product_scale is None and not keep_product:
         return out
     y = _product(gate * factor, up)
+    if keep_product:
+        return out._replace(product=y.astype(jnp.bfloat16))
     product = _encoded(y, product_scale, jnp.float8_e4m3fn, row=False, transposed=True)
     return out._replace(product=product.transposed)
 
