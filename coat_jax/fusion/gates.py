@@ -62,7 +62,8 @@ class _Matmul(NamedTuple):
         is_bf16 = all(v.aval.dtype == jnp.bfloat16 for v in (a, w, y))
         if not is_bf16 or a.aval.ndim < 2 or tuple(of_a) != (a.aval.ndim - 1,):
             return None
-        if params.get("out_sharding") is not None:
+        # On explicit mesh axes a matmul asks how its gradients are to be sharded.
+        if any(v.aval.sharding.mesh.explicit_axes for v in (a, w, y)):
             return None
         return cls(of_w[0], params["precision"])
 

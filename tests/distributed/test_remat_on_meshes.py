@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
+import pallas_kernels as pk
 from coat_jax.remat.api import fp8_remat
 from experiments.bench.compile_case import for_hopper
 
@@ -226,3 +227,25 @@ def test_policies_know_matmuls_on_meshes(axis_type):
     assert seen == {((8 * 512, 1024), (2048, 1024))}
     sizes = [r.nbytes for r in residuals if r.dtype in FP8]
     assert sorted(sizes) == [8 * 512 * 1024, 8 * 512 * 2048]
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_gates_before_matmuls_in_bf16(axis_type):
+    """On explicit axes XLA computes the gradients of gates, and elsewhere a kernel."""
+
+    def gated(params, x):
+        gate, up = jnp.split(x @ params["up"].astype(BF16), 2, axis=-1)
+        a = nnx.silu(gate) * up
+        return a @ params["down"].astype(BF16)[: a.shape[-1]]
+
+    params, x = numbers(256)
+    expected = gradients(gated)(params, jnp.asarray(x, BF16))
+    mesh = mesh_of(axis_type)
+    x = jax.device_put(jnp.asarray(x, BF16), NamedSharding(mesh, SPECS["x"]))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        run = gradients(fp8_remat(gated))
+        operations = {choice.operation for choice in pk.explain(run, params, x).choices}
+        assert ("gated_grad" in operations) == (axis_type is AUTO)
+        assert_close(run(params, x), expected, 0.06)
