@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
 from coat_jax.layers.flash_attention import flash_attention, has_flash_attention
-from pallas_kernels.checks import is_positive_number
+from pallas_kernels.checks import check_flags, is_positive_number, summary
 from pallas_kernels.dispatch import array_types, devices, stand_ins
 from pallas_kernels.numerics import on_last_axes
 from pallas_kernels.ops.attention.api import check_heads, runs_kernel
@@ -46,12 +46,14 @@ class Scores:
                 operator.index(self.window)
             except TypeError as error:  # A tracer raises TypeError, too.
                 raise ValueError(
-                    f"window must be a whole number, got {self.window!r}"
+                    f"window must be a whole number, got {summary(self.window)}"
                 ) from error
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None and not is_positive_number(value):
-                raise ValueError(f"{field.name} must be positive, got {value!r}")
+                is_array = isinstance(value, jax.Array)  # A tracer is one, too.
+                rule = "a Python number, static under jit" if is_array else "positive"
+                raise ValueError(f"{field.name} must be {rule}, got {summary(value)}")
 
 
 LLAMA_SCORES = Scores()
@@ -95,8 +97,9 @@ def attention(
 
     Raises:
       ValueError: If shapes do not match, queries, keys and values do not have one
-        floating dtype, segment ids are not integers, a number is not positive, the
-        window is not an integer, or `window` is given and `causal` is false.
+        floating dtype, segment ids are not integers, `causal` is not a bool, a number
+        is not positive, the window is not an integer, or `window` is given and `causal`
+        is false. All options are Python numbers: within `jax.jit` they are static.
 
     Examples:
       >>> import coat_jax as coat
@@ -111,6 +114,7 @@ def attention(
     if len({*dtypes}) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
         names = ", ".join(map(str, dtypes))
         raise ValueError(f"heads must have one floating dtype, got {names}")
+    check_flags(causal=causal)
     if window is not None and not causal:
         raise ValueError(f"a window needs causal=True, got window={window}")
     scores = Scores(scale=scale, softcap=softcap, window=window)

@@ -165,6 +165,8 @@ def test_attention_of_float16_runs_on_a_cpu(options):
         ({"window": 0}, "window must be positive, got 0"),
         ({"softcap": -1.0}, "softcap must be positive, got -1.0"),
         ({"softcap": "50"}, "softcap must be positive, got '50'"),
+        ({"scale": jnp.float32(1)}, "scale must be a Python number, static under jit"),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
         ({"window": 2.5}, "window must be a whole number, got 2.5"),
         ({"segment_ids": jnp.zeros((1, 3), int)}, r"segment ids must be \(1, 4\)"),
         ({"segment_ids": jnp.zeros((1, 4))}, "segment ids must be integers, got float"),
