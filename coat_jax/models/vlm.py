@@ -215,6 +215,8 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Computes the mean negative log-likelihood of the answers, in nats per token.
 
+    Auxiliary losses of a decoder's experts are not part of it.
+
     Args:
       model: The model.
       images: The images of each sequence.
