@@ -73,6 +73,13 @@ def positive_int(name: str, value: Any) -> int:
     return size
 
 
+def check_flags(**flags: Any) -> None:
+    """Raises ValueError unless all values are bools, such as NumPy's."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(f"{name} must be True or False, got {summary(value)}")
+
+
 def is_positive_number(x: Any) -> bool:
     """Returns whether `x` is a positive finite number other than a bool."""
     is_number = isinstance(x, numbers.Real) and not isinstance(x, bool | np.bool_)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
 from coat_jax.layers.flash_attention import flash_attention, has_flash_attention
-from pallas_kernels.checks import is_positive_number
+from pallas_kernels.checks import check_flags, is_positive_number, summary
 from pallas_kernels.dispatch import array_types, devices, stand_ins
 from pallas_kernels.numerics import on_last_axes
 from pallas_kernels.ops.attention.api import check_heads, runs_kernel
@@ -46,12 +46,14 @@ class Scores:
                 operator.index(self.window)
             except TypeError as error:  # A tracer raises TypeError, too.
                 raise ValueError(
-                    f"window must be a whole number, got {self.window!r}"
+                    f"window must be a whole number, got {summary(self.window)}"
                 ) from error
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None and not is_positive_number(value):
-                raise ValueError(f"{field.name} must be positive, got {value!r}")
+                is_array = isinstance(value, jax.Array)  # A tracer is one, too.
+                rule = "a Python number, static under jit" if is_array else "positive"
+                raise ValueError(f"{field.name} must be {rule}, got {summary(value)}")
 
 
 LLAMA_SCORES = Scores()
@@ -95,8 +97,9 @@ def attention(
 
     Raises:
       ValueError: If shapes do not match, queries, keys and values do not have one
-        floating dtype, segment ids are not integers, a number is not positive, the
-        window is not an integer, or `window` is given and `causal` is false.
+        floating dtype, segment ids are not integers, `causal` is not a bool, a number
+        is not positive, the window is not an integer, or `window` is given and `causal`
+        is false. All options are Python numbers: within `jax.jit` they are static.
 
     Examples:
       >>> import coat_jax as coat
@@ -111,6 +114,7 @@ def attention(
     if len({*dtypes}) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
         names = ", ".join(map(str, dtypes))
         raise ValueError(f"heads must have one floating dtype, got {names}")
+    check_flags(causal=causal)
     if window is not None and not causal:
         raise ValueError(f"a window needs causal=True, got window={window}")
     scores = Scores(scale=scale, softcap=softcap, window=window)
@@ -199,7 +203,7 @@ def cached_attention(
 
 
 def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_SCORES):
-    if scores.window is not None and scores.window >= q.shape[1]:
+    if scores.window is not None and _covers(scores.window, q.shape[1]):
         scores, masks = dataclasses.replace(scores, window=None), (masks[0], None)
     in_cudnn = has_flash_attention(q) and scores.softcap is None
     # cuDNN's attention also computes the scores that a mask hides.
@@ -220,7 +224,10 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
             options = {"scale": scores.scale, "causal": causal}
             window = scores.window if skips else None
             return flash_attention(q, k, v, mask=mask, window=window, **options)
-        return jax.nn.dot_product_attention(
+        run = _xla_attention
+        if implementation == "cudnn":
+            run = partial(jax.nn.dot_product_attention, implementation="cudnn")
+        return run(
             q,
             k,
             v,
@@ -228,7 +235,6 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
             scale=scores.scale,
             is_causal=causal,
             local_window_size=(scores.window - 1, 0) if skips else None,
-            implementation=implementation,
         )
 
     if not in_cudnn:
@@ -240,6 +246,11 @@ def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_S
     else:
         run = partial(in_jax, implementation="cudnn")
     return _saving(run, *array_types.varying_alike((q, k, v, kept, masks)))
+
+
+def _covers(window: int, length: int) -> bool:
+    """Returns whether a window hides no position; False if the length is symbolic."""
+    return isinstance(length, int) and window >= length
 
 
 def _skips(scores: Scores, segment_ids: Array | None, local: Array | None) -> bool:
@@ -284,9 +295,7 @@ _in_kernel.defvjp(_in_kernel_fwd, _in_kernel_bwd)
 def _masked_attention(q, k, v, mask, scores):
     """Computes attention in XLA to the keys where `mask` is true, or to all keys."""
     if scores.softcap is None:
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, scale=scores.scale, implementation="xla"
-        )
+        return _xla_attention(q, k, v, mask=mask, scale=scores.scale)
     b, s, n, d = q.shape
     scale = d**-0.5 if scores.scale is None else scores.scale
     groups = q.reshape(b, s, k.shape[2], n // k.shape[2], d)
@@ -298,6 +307,16 @@ def _masked_attention(q, k, v, mask, scores):
         capped = jnp.where(mask[:, :, None], capped, jnp.finfo(jnp.float32).min)
     shares = jax.nn.softmax(capped, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgst,btkd->bskgd", shares, v).reshape(b, s, n, d)
+
+
+def _xla_attention(q, k, v, **options):
+    """Computes `jax.nn.dot_product_attention` in XLA, on CPUs in float16, too."""
+    dtype = q.dtype
+    if dtype == jnp.float16 and not devices.has_gpu():
+        # JAX asks for an algorithm of float16 that XLA has on GPUs alone.
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    o = jax.nn.dot_product_attention(q, k, v, **options, implementation="xla")
+    return o.astype(dtype)
 
 
 def _ignoring_masks(q, k, v, masks):
@@ -362,13 +381,15 @@ def _mask(
     """Returns a mask of the keys to attend to, or None if no mask is needed.
 
     `jax.nn.dot_product_attention` masks later positions itself, and a window if there
-    is no other mask. With a soft cap the mask also covers later positions.
+    is no other mask and the length is known, which `jax.export` may leave open. With a
+    soft cap the mask also covers later positions.
     """
     masks = [] if segment_ids is None else [_same_segment(segment_ids)]
     distance = jnp.arange(length)[:, None] - jnp.arange(length)[None]
     if scores.softcap is not None and causal:
         masks.append((distance >= 0)[None, None])
-    if scores.window is not None and (masks or local is not None):
+    in_mask = masks or local is not None or not isinstance(length, int)
+    if scores.window is not None and in_mask:
         near = (distance < scores.window)[None, None]
         masks.append(near if local is None else near | on_last_axes(~local, near.ndim))
     return functools.reduce(operator.and_, masks) if masks else None

@@ -28,7 +28,7 @@ from coat_jax.memory.step import estimate_step
 from coat_jax.models import llama
 from coat_jax.models.loss import chunk_of_logits
 from coat_jax.optimizers.wrapper import as_transformation
-from pallas_kernels.checks import is_positive_number, positive_int, summary
+from pallas_kernels.checks import check_flags, is_positive_number, positive_int, summary
 
 
 def estimate_memory(
@@ -81,8 +81,9 @@ def estimate_memory(
     Raises:
       TypeError: If `config` is not a `LlamaConfig`, `mesh` is not a mesh, or
         `optimizer` is not an optax transformation.
-      ValueError: If a size is not positive, the mesh has another axis, an axis does not
-        divide what it splits, or `shardings` do not fit the parameters or have no mesh.
+      ValueError: If a size is not positive, `released` is not a bool, the mesh has
+        another axis, an axis does not divide what it splits, or `shardings` do not fit
+        the parameters or have no mesh.
 
     Examples:
       >>> import coat_jax as coat, jax
@@ -100,6 +101,7 @@ def estimate_memory(
     if optimizer is None:
         optimizer = default_optimizer(config.recipe)
     optimizer = as_transformation(optimizer, "optimizer")
+    check_flags(released=released)
     sizes = axis_sizes(mesh)
     local_batch = local_batch_of(positive_int("batch", batch), sizes)
     local_length = local_length_of(positive_int("sequence", sequence), sizes)
@@ -147,6 +149,7 @@ def largest_batch(
       **options: Further arguments of `estimate_memory`.
 
     Raises:
+      TypeError: If `batch` is among the arguments.
       ValueError: If `memory_gib` is not a positive number.
 
     Examples:
@@ -158,6 +161,8 @@ def largest_batch(
     """
     if not is_positive_number(memory_gib):
         raise ValueError(f"memory_gib must be a positive number, got {memory_gib!r}")
+    if "batch" in options:
+        raise TypeError("largest_batch returns the batch, so it takes none")
     parts = batch_parts(axis_sizes(mesh))
 
     def fits(count: int) -> bool:

@@ -12,7 +12,12 @@ from coat_jax.layers.experts.routing import Experts
 from coat_jax.layers.heads import QkNorm
 from coat_jax.layers.rope import RopeScaling
 from pallas_kernels import Activation, NormKind
-from pallas_kernels.checks import check_floating, check_positive, is_positive_number
+from pallas_kernels.checks import (
+    check_flags,
+    check_floating,
+    check_positive,
+    is_positive_number,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +106,7 @@ class LlamaConfig:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers")
         sizes += ("num_heads", "num_kv_heads")
         check_positive(**{name: getattr(self, name) for name in sizes})
+        check_flags(qkv_bias=self.qkv_bias, tie_embeddings=self.tie_embeddings)
         recipes.check_names(
             recipe=self.recipe,
             scaling=self.scaling,

@@ -168,8 +168,9 @@ def _chunks(
     hidden: Array, head: Array, targets: Array, shares: Array
 ) -> tuple[Array, Array, Array]:
     """Splits tokens into chunks of equal size; padding has shares of zero."""
-    size, _ = chunk_of_logits(targets.size, head.shape[1])
-    padding = -targets.size % size
+    tokens = targets.size
+    size, _ = chunk_of_logits(tokens, head.shape[1])
+    padding = -tokens % size if isinstance(tokens, int) else 0
 
     def split(x: Array, *inner: int) -> Array:
         x = x.reshape(-1, *inner)
@@ -244,8 +245,11 @@ def chunk_of_logits(tokens: int, vocab_size: int) -> tuple[int, int]:
 
     A chunk has at most `_LOGITS_PER_CHUNK` logits, or the logits of one token. Chunks
     are as few as this allows, or up to twice as many if that makes them equal in size.
-    Otherwise the last chunk is padded.
+    Otherwise the last chunk is padded. A number of tokens that `jax.export` leaves open
+    is one chunk.
     """
+    if not isinstance(tokens, int):
+        return tokens, vocab_size
     fewest = math.ceil(tokens / max(_LOGITS_PER_CHUNK // vocab_size, 1))
     equal = (n for n in range(fewest, 2 * fewest) if tokens % n == 0)
     return math.ceil(tokens / next(equal, fewest)), vocab_size

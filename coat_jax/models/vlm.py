@@ -144,7 +144,18 @@ class VisionLanguageModel(nnx.Module):
           tokens: The tokens; a sequence has `config.tokens_per_image` image tokens for
             each of its images; see `check_tokens`. If a sequence has more image tokens
             than embeddings, its results are NaN.
+
+        Raises:
+          ValueError: If the embeddings are not of the decoder's size, or not of as many
+            sequences as `tokens`.
         """
+        size = self.config.text.hidden_size
+        shape = image_embeddings.shape
+        if len(shape) != 3 or tokens.ndim != 2 or shape[::2] != (len(tokens), size):
+            raise ValueError(
+                f"images of tokens [b, s] must have embeddings [b, n, {size}], got "
+                f"{list(shape)} for tokens {list(tokens.shape)}"
+            )
         is_image = tokens == self.config.image_token
         which = jnp.cumsum(is_image, axis=1) - 1
         of_images = jnp.take_along_axis(
@@ -204,6 +215,8 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Computes the mean negative log-likelihood of the answers, in nats per token.
 
+    Auxiliary losses of a decoder's experts are not part of it.
+
     Args:
       model: The model.
       images: The images of each sequence.
@@ -214,8 +227,9 @@ def cross_entropy(
         If no target belongs to an answer, the loss is 0.
 
     Raises:
-      ValueError: If `tokens` is not [b, s] or has no token, or if `targets` or
-        `is_answer` does not have its shape.
+      ValueError: If `tokens` is not [b, s] or has no token, if `targets` or
+        `is_answer` does not have its shape, or if there are not images of as many
+        sequences.
     """
     check_shapes(tokens, targets=targets, is_answer=is_answer)
     hidden = model.hidden(model.encode(images), tokens)

@@ -13,6 +13,7 @@ from coat_jax.optimizers.step import Adam, adam_step
 from coat_jax.optimizers.wrapper import with_quantized_state
 from coat_jax.quantization.formats import E4M3, UE4M4, Format
 from coat_jax.quantization.granularity import PerGroup
+from pallas_kernels.checks import check_flags
 
 # Below it updates have a larger error than with `normalize_mu=False`.
 _SMALLEST_B2 = 0.2
@@ -125,8 +126,10 @@ def _choices(
     """Returns how Adam's moments are stored.
 
     Raises:
-      ValueError: If a format is none, or has no sign, or `b2` is too small.
+      ValueError: If a format is none, or has no sign, `b2` is too small, or a flag is
+        not a bool.
     """
+    check_flags(nesterov=adam.nesterov, normalize_mu=normalize_mu)
     for name, format in (("mu_format", mu_format), ("nu_format", nu_format)):
         if not isinstance(format, Format):
             raise ValueError(f"{name} must be a coat format, got {format!r}")

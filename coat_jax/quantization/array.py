@@ -28,8 +28,8 @@ from coat_jax import serialization
 from coat_jax.meshes import sharded_like
 from coat_jax.quantization import expansion
 from coat_jax.quantization.formats import E4M3, Format
-from coat_jax.quantization.granularity import Granularity, PerGroup, PerTensor
-from coat_jax.quantization.groups import broadcastable, merge, split
+from coat_jax.quantization.granularity import Granularity, PerBlock, PerGroup, PerTensor
+from coat_jax.quantization.groups import broadcastable, groups_and_lengths, merge, split
 from pallas_kernels.checks import is_positive_number, summary
 from pallas_kernels.numerics import (
     TINY,
@@ -182,7 +182,7 @@ def quantize(
 def _check(x: Any, format: Any, granularity: Any, noise: Any) -> None:
     """Raises TypeError or ValueError unless the arguments fit `quantize`."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
-        raise TypeError(f"quantize takes a floating array, got {x!r}")
+        raise TypeError(f"quantize takes a floating array, got {summary(x)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"quantize takes a floating array, got dtype {x.dtype}")
     if not isinstance(format, Format):
@@ -359,6 +359,11 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
     The values are `codes * scale`, or with range expansion
     `sign(c) * max * scale * (|c| / max) ** (1 / k)`.
 
+    Raises:
+      TypeError: If `q` is not a `QuantizedArray`.
+      ValueError: If `q` does not have a scale for each group, as after a slice of its
+        codes and scales that cuts groups.
+
     Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
       >>> coat.dequantize(coat.quantize(jnp.array([7.0, -1.75])))
@@ -404,10 +409,25 @@ def _block(q: QuantizedArray) -> tuple[int, ...]:
 
     It is 1 along leading axes that `vmap` or `scan` added: there `codes` and `scale`
     have the same length.
+
+    Raises:
+      ValueError: If there is not one scale for each group, as in slices that cut groups
+        and in transposed arrays.
     """
-    block = q.granularity.block(q.shape)
-    axes = zip(q.shape, q.scale.shape, block, strict=True)
-    return tuple(1 if n == groups else size for n, groups, size in axes)
+    block = list(q.granularity.block(q.shape))
+    # Blocks span two axes or more, so that their added axes have the length 1 already.
+    if not isinstance(q.granularity, PerBlock):
+        for axis, (n, groups) in enumerate(zip(q.shape, q.scale.shape, strict=False)):
+            if n != groups:
+                break
+            block[axis] = 1
+    scales = tuple(n for n, _ in groups_and_lengths(q.shape, tuple(block)))
+    if q.scale.shape != scales:
+        raise ValueError(
+            f"{q.granularity} of codes {q.shape} needs scales {scales}, got "
+            f"{q.scale.shape}: slice and transpose what dequantize() returns"
+        )
+    return tuple(block)
 
 
 _FLOATS = {"bfloat16": "uint16", "float32": "uint32"}

@@ -14,17 +14,23 @@ from pallas_kernels.dispatch import array_types
 
 def split(x: Array, block: tuple[int, ...]) -> Array:
     """Reshapes [n0, n1, ...] to [n0 / b0, b0, n1 / b1, b1, ...], padded with zeros."""
-    # The minimum of a symbolic length, as in `jax.export`, cannot be computed.
-    sizes = zip(x.shape, block, strict=True)
-    block = tuple(1 if b == 1 else max(min(n, b), 1) for n, b in sizes)
-    padding = [(0, -n % b) for n, b in zip(x.shape, block, strict=True)]
-    lengths = zip(x.shape, padding, block, strict=True)
-    axes = [((n + after) // b, b) for n, (_, after), b in lengths]
+    axes = groups_and_lengths(x.shape, block)
+    padding = [(0, -n % b) for n, (_, b) in zip(x.shape, axes, strict=True)]
     x, sharding = _of_whole_groups(x, axes)
     if any(after for _, after in padding):
         x = jnp.pad(x, padding)
     shape = [d for axis in axes for d in axis]
     return jnp.reshape(x, shape, out_sharding=sharding)
+
+
+def groups_and_lengths(
+    shape: tuple[int, ...], block: tuple[int, ...]
+) -> list[tuple[int, int]]:
+    """Returns the number of groups and the length of a group, on each axis."""
+    # The minimum of a symbolic length, as in `jax.export`, cannot be computed.
+    sizes = zip(shape, block, strict=True)
+    lengths = [1 if b == 1 else max(min(n, b), 1) for n, b in sizes]
+    return [((n + -n % b) // b, b) for n, b in zip(shape, lengths, strict=True)]
 
 
 def _of_whole_groups(

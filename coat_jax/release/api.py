@@ -16,7 +16,7 @@ from coat_jax.release.checks import check_axes, check_layers, is_fused, warn_of_
 from coat_jax.release.parts import Clip, Optimizer, Parameters, as_floats
 from coat_jax.release.taps import Release
 from pallas_kernels import versions
-from pallas_kernels.checks import is_positive_number, typed_key
+from pallas_kernels.checks import check_flags, is_positive_number, typed_key
 
 
 def value_and_update(
@@ -90,12 +90,13 @@ def value_and_update(
       TypeError: If `tx` is not an optax transformation. The returned function raises it
         for parameters and losses that are not floating, and for a loss that is not a
         scalar.
-      ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
-        The returned function raises it for optimizers as above, for a key that `tx`
-        has no use for, for `max_loss` without `skip_not_finite`, for a `loss` with
-        an argument named `key` or `max_loss` that is not passed by position, for
-        parameters that two layers read, and within `jax.pmap` and
-        `jax.shard_map(check_vma=False)`, where gradients are not summed over devices.
+      ValueError: If `max_norm` is not positive, a flag is not a bool, or
+        `return_norms` is set without `max_norm`. The returned function raises it for
+        optimizers as above, for a key that `tx` has no use for, for `max_loss` without
+        `skip_not_finite`, for a `loss` with an argument named `key` or `max_loss` that
+        is not passed by position, for parameters that two layers read, and within
+        `jax.pmap` and `jax.shard_map(check_vma=False)`, where gradients are not summed
+        over devices.
 
     Warns:
       UserWarning: If a parameter is a stack under `jax.lax.scan`, as `flax.nnx.scan`
@@ -124,6 +125,9 @@ def value_and_update(
     tx = as_transformation(tx, "tx")
     if max_norm is not None and not is_positive_number(max_norm):
         raise ValueError(f"max_norm must be a positive number, got {max_norm!r}")
+    check_flags(
+        has_aux=has_aux, skip_not_finite=skip_not_finite, return_norms=return_norms
+    )
     if return_norms and max_norm is None:
         raise ValueError(
             "return_norms needs max_norm, whose backward pass computes the norms"

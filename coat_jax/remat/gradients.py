@@ -95,7 +95,8 @@ def gradient_report(
       **kwargs: Keyword arguments of both, for which there is no gradient.
 
     Raises:
-      TypeError: If `fn` or `reference` cannot be called.
+      TypeError: If `fn` or `reference` cannot be called, or an argument has no values,
+        as within `jax.jit`.
       ValueError: If no argument is a floating array, or the results differ in structure
         or shapes.
 
@@ -117,6 +118,11 @@ def gradient_report(
     arrays = {i: x for i, (_, x) in enumerate(leaves) if _is_floating(x)}
     if not arrays:
         raise ValueError("gradient_report needs a floating array among the arguments")
+    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for _, x in leaves):
+        raise TypeError(
+            "gradient_report needs arguments with values, got abstract ones: call it "
+            "outside of jax.jit"
+        )
 
     def run(function: Callable[..., Any]) -> tuple[Any, dict[int, jax.Array]]:
         def total(arrays):

@@ -9,7 +9,7 @@ from jax.extend import core
 
 from coat_jax.quantization.formats import Format
 from coat_jax.remat.trace import Residual
-from pallas_kernels.checks import positive_int, typed_key
+from pallas_kernels.checks import check_flags, positive_int, typed_key
 
 # A function that returns a new program for a program. It also takes the paths of the
 # program's arguments, and whether each of them is a parameter.
@@ -39,10 +39,7 @@ class Options:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise ValueError(f"{name} must be a function or None, got {value!r}")
-        if not isinstance(self.rerun_attention, bool):
-            raise ValueError(
-                f"rerun_attention must be True or False, got {self.rerun_attention!r}"
-            )
+        check_flags(rerun_attention=self.rerun_attention)
         if self.key is not None:
             object.__setattr__(self, "key", self._typed_key())
 

@@ -89,6 +89,12 @@ for option in ("dtype", "param_dtype"):
         name=f"{option} of a Llama",
         contains=f"{option} must be a floating dtype",
     )
+for option in ("qkv_bias", "tie_embeddings"):
+    refused(
+        lambda v, name=option: llama.LlamaConfig(**SIZES, **{name: v}),
+        ["no", None, 1],
+        name=option,
+    )
 refused(
     lambda v: llama.LlamaConfig(**SIZES, rope_theta=v),
     [0.0, -1, "x"],

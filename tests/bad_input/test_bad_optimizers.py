@@ -44,6 +44,12 @@ for factory in (coat.fp8_adamw, of_adam):
             [None, "E4M3", jnp.float8_e4m3fn],
             name=option,
         )
+    for option in ("nesterov", "normalize_mu"):
+        refused(
+            lambda v, make=factory, name=option: make(1e-3, **{name: v}),
+            ["no", None, 1],
+            name=option,
+        )
     refused(
         lambda v, make=factory: make(1e-3, mu_format=v),
         [coat.UE4M4, coat.LOG8],
@@ -87,6 +93,12 @@ refused(
     name="moments",
     contains="moments must be a dict from names of fields to coat.Moment",
 )
+for option in ("has_aux", "skip_not_finite", "return_norms"):
+    refused(
+        lambda v, name=option: coat.value_and_update(sum, TX, max_norm=1, **{name: v}),
+        ["no", None, 1],
+        name=option,
+    )
 for key in (0, "key", jax.random.split(jax.random.key(0))):
     refused(
         lambda v: coat.fused_update(TX, PARAMS, STATE, PARAMS, key=v),

@@ -28,6 +28,7 @@ refused(
 )
 for size in ("batch", "sequence"):
     refused(lambda v, name=size: estimated(**{name: v}), [0, -1, 1.5, None, True])
+refused(lambda v: estimated(released=v), ["yes", None, 1], name="released")
 refused(lambda v: estimated(mesh=v), [{"fsdp": 2}, "fsdp=2", 2], name="mesh")
 refused(lambda v: estimated(optimizer=v), ["adam", optax.adam], name="optimizer")
 refused(
@@ -64,6 +65,12 @@ refused(
     lambda v: coat.largest_batch(CONFIG, memory_gib=v, sequence=8),
     [0, -1.0, np.nan, np.inf, "80", None],
     name="memory_gib",
+)
+refused(
+    lambda v: coat.largest_batch(CONFIG, memory_gib=1, sequence=8, batch=v),
+    [2],
+    name="batch of largest_batch",
+    contains="largest_batch returns the batch",
 )
 refused(lambda v: coat.health_report(PARAMS, role=v), ["weight", None, 3], name="role")
 refused(

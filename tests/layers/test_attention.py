@@ -1,5 +1,7 @@
 """Tests which kernel computes attention, and what is saved for its backward pass."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +126,38 @@ def test_attention_and_its_gradients(softcap, masks):
         np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
+def _heads(length):
+    """Returns the abstract queries, keys and values of four heads and two."""
+    shapes = [(2, length, heads, 8) for heads in (4, 2, 2)]
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_export_leaves_the_length_open(window, softcap):
+    run = jax.jit(partial(coat.attention, window=window, softcap=softcap))
+    (length,) = jax.export.symbolic_shape("s")
+    exported = jax.export.export(run)(*_heads(length))
+    for length in (2, 7):
+        arrays = [jax.random.normal(jax.random.key(1), x.shape) for x in _heads(length)]
+        actual = exported.call(*arrays)
+        np.testing.assert_allclose(actual, run(*arrays), atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 2.0}])
+def test_attention_of_float16_runs_on_a_cpu(options):
+    arrays = [jax.random.normal(jax.random.key(1), x.shape) for x in _heads(7)]
+
+    def passes(arrays):
+        out, vjp = jax.vjp(partial(coat.attention, **options), *arrays)
+        return out, *vjp(out)
+
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), arrays)
+    for actual, expected in zip(passes(half), passes(arrays), strict=True):
+        assert actual.dtype == jnp.float16
+        np.testing.assert_allclose(actual, expected, atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -131,6 +165,8 @@ def test_attention_and_its_gradients(softcap, masks):
         ({"window": 0}, "window must be positive, got 0"),
         ({"softcap": -1.0}, "softcap must be positive, got -1.0"),
         ({"softcap": "50"}, "softcap must be positive, got '50'"),
+        ({"scale": jnp.float32(1)}, "scale must be a Python number, static under jit"),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
         ({"window": 2.5}, "window must be a whole number, got 2.5"),
         ({"segment_ids": jnp.zeros((1, 3), int)}, r"segment ids must be \(1, 4\)"),
         ({"segment_ids": jnp.zeros((1, 4))}, "segment ids must be integers, got float"),

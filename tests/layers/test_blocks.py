@@ -231,6 +231,23 @@ def test_cross_entropy_in_any_number_of_chunks(monkeypatch, logits_per_chunk, le
     assert_close(actual, (losses.mean(), (dlogits @ w.T, dhead, losses)), 1e-5)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", slow("coat")])
+def test_an_export_leaves_the_batch_of_a_loss_open(recipe):
+    graph, params = split(small(recipe=recipe, dtype=jnp.float32))
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss_and_gradient(params, tokens):
+        model = nnx.merge(graph, params)
+        return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+    symbolic = jax.export.symbolic_args_specs(tokens(9), "b, 9")
+    exported = jax.export.export(loss_and_gradient)(params, symbolic)
+    for batch in (tokens(9), tokens(9)[:1]):
+        expected = loss_and_gradient(params, batch)
+        assert_close(exported.call(params, batch), expected, 1e-4)
+
+
 @pytest.mark.parametrize(
     ("logits_per_chunk", "length", "chunks"),
     [

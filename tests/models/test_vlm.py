@@ -1,6 +1,7 @@
 """Tests vision-language models: where images go, losses and recipes."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,17 @@ def test_images_are_read_in_place_of_image_tokens():
     text = nnx.State({**params["text"], "embedding": nnx.Param(table)})
     expected = compiled(lambda p: nnx.merge(llama_graph, p)(words), text)
     assert_close(logits, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((1, 4, 64), 2), ((2, 4, 64), 1), ((2, 4, 1), 2), ((4, 64), 2)]
+)
+def test_images_of_other_sequences_are_refused(shape, rows):
+    """Embeddings of one sequence are not repeated for the others."""
+    graph, params = split(config(dtype=jnp.float32))
+    message = re.escape(f"[b, n, 64], got {list(shape)} for tokens [{rows}, 20]")
+    with pytest.raises(ValueError, match=message):
+        nnx.merge(graph, params).hidden(jnp.zeros(shape), tokens()[:rows])
 
 
 def test_loss_is_that_of_answers():

@@ -212,6 +212,28 @@ def test_stacks_made_by_vmap_dequantize_and_scan(rng, granularity, shape, expand
         np.testing.assert_allclose(back, np.stack(each), rtol=1e-5 * expand)
 
 
+@pytest.mark.parametrize(
+    ("granularity", "part", "scales"),
+    [
+        (coat.PerGroup(16), lambda x: x[:, :16], r"\(32, 1\), got \(32, 2\)"),
+        (coat.PerGroup(16), lambda x: x.T, r"\(32, 2\), got \(2, 32\)"),
+        (coat.PerBlock(4, 8), lambda x: x[:2], r"\(1, 4\), got \(2, 4\)"),
+        (coat.PerTensor(), lambda x: x[:, 4:8], r"\(1, 1\), got \(1, 0\)"),
+    ],
+)
+def test_slices_that_cut_groups_are_refused(rng, granularity, part, scales):
+    q = coat.quantize(spread(rng, (32, 32)), granularity=granularity)
+    with pytest.raises(ValueError, match=f"needs scales {scales}: slice and transpose"):
+        jax.tree.map(part, q).dequantize()
+
+
+def test_rows_and_stacks_of_groups_dequantize(rng):
+    q = coat.quantize(spread(rng, (32, 32)), granularity=coat.PerGroup(16))
+    rows = jax.tree.map(lambda x: jnp.concatenate([x[2:4], x[:1]]), q)
+    expected = np.asarray(q.dequantize())[[2, 3, 0]]
+    np.testing.assert_array_equal(rows.dequantize(), expected)
+
+
 def test_pytree_and_pickle_round_trips(rng):
     q = coat.quantize(spread(rng, (3, 35)), expand=True)
     leaves, structure = jax.tree.flatten(q)

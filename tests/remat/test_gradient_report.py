@@ -128,6 +128,8 @@ def test_modules_and_integers_are_arguments():
 
 
 def test_bad_arguments():
+    with pytest.raises(TypeError, match="needs arguments with values, got abstract"):
+        jax.jit(lambda x: coat.gradient_report(jnp.sin, jnp.sin, x))(jnp.ones(2))
     with pytest.raises(TypeError, match="gradient_report takes a function, got 3"):
         coat.gradient_report(jnp.sin, 3, jnp.ones(2))
     with pytest.raises(ValueError, match="needs a floating array among the arguments"):

@@ -248,30 +248,51 @@ def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
       >>> config.written(llama.CONFIGS["llama2-7b"], {})["model_type"]
       'llama'
     """
-    if origin and _same(read(origin), config):
+    if origin and not _differences(read(origin), config):
         return dict(origin)
+    reasons = []
     families = [family_of(origin)] if origin else list(FAMILIES.values())
     for family in families:
         other = {k: v for k, v in origin.items() if k not in _SPELLINGS}
         values = {**other, **_values(family, config)}
         try:
-            if _same(read(values), config):
-                return values
-        except ValueError:
-            continue
+            differences = _differences(read(values), config)
+        except ValueError as error:
+            differences = [str(error)]
+        if not differences:
+            return values
+        reasons.append((len(differences), f"{family.model_type}: {differences[0]}"))
     kind = " or ".join(family.model_type for family in families)
-    raise ValueError(f"no model of the type {kind} has the configuration {config}")
+    _, nearest = min(reasons, key=lambda reason: reason[0])
+    raise ValueError(
+        f"no model of the type {kind} has this configuration; the nearest is {nearest}"
+    )
 
 
-def _same(a: LlamaConfig, b: LlamaConfig) -> bool:
-    def plain(config: LlamaConfig) -> LlamaConfig:
-        changes = {name: getattr(a, name) for name in _OF_COMPUTATION}
-        changes["head_dim"] = config.size_of_heads
-        if config.experts is not None:  # A weight of a loss is not the model's.
-            changes["experts"] = dataclasses.replace(config.experts, z_weight=0.0)
-        return dataclasses.replace(config, **changes)
+def _differences(config: LlamaConfig, expected: LlamaConfig) -> list[str]:
+    """Returns what differs in the models of two configurations."""
+    actual = _fields(config)
+    return [
+        f"{name} is {actual[name]!r}, not {value!r}"
+        for name, value in _fields(expected).items()
+        if actual[name] != value
+    ]
 
-    return plain(a) == plain(b)
+
+def _fields(config: LlamaConfig) -> dict[str, Any]:
+    """Returns the fields that determine a model, with defaults spelled out."""
+    names = {field.name for field in dataclasses.fields(config)} - {*_OF_COMPUTATION}
+    fields = {name: getattr(config, name) for name in sorted(names)}
+    head_dim, experts = config.size_of_heads, config.experts
+    fields["head_dim"] = head_dim
+    fields["attention_scale"] = config.attention_scale or head_dim**-0.5
+    if experts is not None:  # A weight of a loss is not the model's.
+        fields["experts"] = dataclasses.replace(experts, z_weight=0.0)
+    is_local = config.window is not None
+    fields["local_layers"] = config.local_layers or (is_local,) * config.num_layers
+    if not any(fields["local_layers"]):
+        fields["window"] = fields["local_rope_theta"] = None
+    return fields
 
 
 def _values(family: Family, config: LlamaConfig) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Tests how a config.json is read, against the values that transformers reads."""
 
+import dataclasses
+
 import pytest
 
 from coat_jax.layers.rope import RopeScaling
@@ -168,6 +170,41 @@ def test_layers_are_local_as_in_transformers(model_type, values, window, local):
     config = read(model_type, **values)
     assert (config.window, config.local_layers) == (window, local)
     assert configs.read(configs.written(config, {})) == config
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("gemma2", {"attention_scale": None}),
+        ("gemma3_text", {"attention_scale": None}),
+        ("llama", {"attention_scale": 16**-0.5}),
+        ("mistral", {"local_layers": (True,) * 4}),
+        ("llama", {"local_layers": (False,) * 4}),
+        ("llama", {"local_layers": (False,) * 4, "window": 4}),
+    ],
+)
+def test_other_spellings_of_a_configuration_are_written(model_type, changes):
+    scalar = {"query_pre_attn_scalar": 16} if model_type[:5] == "gemma" else {}
+    config = read(model_type, **scalar)
+    changed = dataclasses.replace(config, **changes)
+    assert changed != config
+    assert configs.read(configs.written(changed, {})) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"norm": "layer"}, "nearest is llama: norm is 'rms', not 'layer'"),
+        ({"logit_softcap": 3.0}, "nearest is llama: logit_softcap is None, not 3.0"),
+        (
+            {"qkv_bias": True, "qk_norm": "head"},
+            "nearest is qwen2: qk_norm is 'none', not 'head'",
+        ),
+    ],
+)
+def test_a_configuration_of_no_family_is_refused_by_its_field(changes, reason):
+    with pytest.raises(ValueError, match=reason):
+        configs.written(dataclasses.replace(read(), **changes), {})
 
 
 @pytest.mark.parametrize(
