@@ -60,6 +60,19 @@ def explicit(x: Array, sharding: jax.sharding.Sharding) -> Array:
     return jax.sharding.reshard(x, sharding)
 
 
+def whole(x: Array | None) -> Array | None:
+    """Returns a small parameter that every device has, on explicit mesh axes.
+
+    Products with tokens could not be split along the axes of both. The gradient is
+    split like `x`. None is returned as it is.
+    """
+    sharding = None if x is None else jax.typeof(x).sharding
+    if sharding is None or not any(sharding.spec):
+        return x
+    replicated = jax.NamedSharding(sharding.mesh, P(*[None] * x.ndim))
+    return jax.sharding.reshard(x, replicated)
+
+
 def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
     """Wraps `fn` like `on_explicit_mesh`, with results that are split like tokens.
 
