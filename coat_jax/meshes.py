@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -66,11 +67,14 @@ def whole(x: Array | None) -> Array | None:
     Products with tokens could not be split along the axes of both. The gradient is
     split like `x`. None is returned as it is.
     """
-    sharding = None if x is None else jax.typeof(x).sharding
-    if sharding is None or not any(sharding.spec):
+    if x is None:
+        return None
+    array = jnp.asarray(x)  # Variables of NNX have no type.
+    sharding = jax.typeof(array).sharding
+    if not any(sharding.spec):
         return x
-    replicated = jax.NamedSharding(sharding.mesh, P(*[None] * x.ndim))
-    return jax.sharding.reshard(x, replicated)
+    replicated = jax.NamedSharding(sharding.mesh, P(*[None] * array.ndim))
+    return jax.sharding.reshard(array, replicated)
 
 
 def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
