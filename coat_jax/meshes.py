@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -58,6 +59,22 @@ def explicit(x: Array, sharding: jax.sharding.Sharding) -> Array:
     if explicit <= set(jax.typeof(x).sharding.mesh.explicit_axes):
         return x
     return jax.sharding.reshard(x, sharding)
+
+
+def whole(x: Array | None) -> Array | None:
+    """Returns a small parameter that every device has, on explicit mesh axes.
+
+    Products with tokens could not be split along the axes of both. The gradient is
+    split like `x`. None is returned as it is.
+    """
+    if x is None:
+        return None
+    array = jnp.asarray(x)  # Variables of NNX have no type.
+    sharding = jax.typeof(array).sharding
+    if not any(sharding.spec):
+        return x
+    replicated = jax.NamedSharding(sharding.mesh, P(*[None] * array.ndim))
+    return jax.sharding.reshard(array, replicated)
 
 
 def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from coat_jax.meshes import whole
 from pallas_kernels.ops.norm.reference import affine, standardized
 
 
@@ -28,7 +29,7 @@ def rms_norm(
       Array([[ 1., -1.]], dtype=float32)
     """
     y, _ = standardized(x.astype(jnp.float32), "rms", eps)
-    return affine(y, weight, None).astype(x.dtype)
+    return affine(y, whole(weight), None).astype(x.dtype)
 
 
 def layer_norm(
@@ -47,7 +48,7 @@ def layer_norm(
       Array([[-1.,  1.]], dtype=float32)
     """
     y, _ = standardized(x.astype(jnp.float32), "layer", eps)
-    return affine(y, weight, bias).astype(x.dtype)
+    return affine(y, whole(weight), whole(bias)).astype(x.dtype)
 
 
 def swiglu(gate: Float[Array, "*s"], up: Float[Array, "*s"]) -> Float[Array, "*s"]:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax.layers.functional import rms_norm
 from coat_jax.layers.rope import Rope
+from coat_jax.meshes import whole
 from pallas_kernels.ops.rope.api import turned
 
 QkNorm = Literal["none", "head", "width"]
@@ -92,7 +93,7 @@ class HeadSteps:
 
 def _with_bias(bias: Array, q: Array, k: Array, v: Array) -> HeadArrays:
     """Adds a bias, which is in the order of `Heads`; each sum is rounded once."""
-    parts = bias.astype(jnp.float32).reshape(k.shape[2], -1, k.shape[-1])
+    parts = whole(bias).astype(jnp.float32).reshape(k.shape[2], -1, k.shape[-1])
     of_queries = parts[:, :-2].reshape(q.shape[2:])
     sums = q + of_queries, k + parts[:, -2], v + parts[:, -1]
     return tuple(total.astype(q.dtype) for total in sums)

@@ -207,7 +207,11 @@ RECIPES: dict[RecipeName, Recipe] = {
 
 def _fp8_linear(x: Array, w: Array) -> Array:
     contracted = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
-    return fp8_dot_general(x, w, contracted, preferred_element_type=x.dtype)
+
+    def product(x, w):
+        return fp8_dot_general(x, w, contracted, preferred_element_type=x.dtype)
+
+    return on_explicit_tokens(product, x, x.ndim - 1)(x, w)
 
 
 def _again(segment: Callable) -> Callable:

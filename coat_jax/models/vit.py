@@ -22,7 +22,7 @@ from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.layers import recipes
 from coat_jax.layers.attention import full_attention
 from coat_jax.layers.functional import layer_norm
-from coat_jax.meshes import on_explicit_tokens
+from coat_jax.meshes import on_explicit_tokens, whole
 from coat_jax.models.llama import apply_layers
 from coat_jax.remat.api import fp8_remat, rerun
 from pallas_kernels.checks import check_floating, check_positive
@@ -63,11 +63,11 @@ class VitConfig:
         sizes = ("image_size", "patch_size", "num_channels", "hidden_size")
         sizes += ("intermediate_size", "num_layers", "num_heads")
         check_positive(**{name: getattr(self, name) for name in sizes})
-        for whole, part in (("image_size", "patch_size"), ("hidden_size", "num_heads")):
-            if getattr(self, whole) % getattr(self, part):
+        for size, part in (("image_size", "patch_size"), ("hidden_size", "num_heads")):
+            if getattr(self, size) % getattr(self, part):
                 raise ValueError(
-                    f"{part} must divide {whole}, got {getattr(self, part)}, "
-                    f"{getattr(self, whole)}"
+                    f"{part} must divide {size}, got {getattr(self, part)}, "
+                    f"{getattr(self, size)}"
                 )
         if self.recipe not in _PRECISIONS:
             names = ", ".join(_PRECISIONS)
@@ -101,16 +101,30 @@ class Precision:
     attention: recipes.Wrapper = _identity
 
 
+def _of_tokens(dot_general: Callable[..., Array]) -> Callable[..., Array]:
+    """Wraps the `dot_general` of `nnx.Linear`, for weights that a mesh may split.
+
+    On explicit mesh axes results are split like the tokens that they are of.
+    """
+
+    def multiply(x, kernel, dimension_numbers, **options):
+        def product(x, kernel):
+            return dot_general(x, kernel, dimension_numbers, **options)
+
+        return on_explicit_tokens(product, x, x.ndim - 1)(x, kernel)
+
+    return multiply
+
+
+_bf16_matmul, _fp8_matmul = map(_of_tokens, (lax.dot_general, fp8_dot_general))
 _PRECISIONS: dict[recipes.RecipeName, Precision] = {
-    "bf16": Precision(dot_general=lax.dot_general),
+    "bf16": Precision(dot_general=_bf16_matmul),
     # Norms and GELU are recomputed from their BF16 inputs.
-    "te": Precision(dot_general=fp8_dot_general, pointwise=jax.checkpoint),
+    "te": Precision(dot_general=_fp8_matmul, pointwise=jax.checkpoint),
     # Attention saves queries, keys, values and outputs in BF16.
-    "coat": Precision(dot_general=fp8_dot_general, segment=fp8_remat),
-    "coat_max": Precision(
-        dot_general=fp8_dot_general, segment=fp8_remat, attention=rerun
-    ),
-    "coat_bf16": Precision(dot_general=lax.dot_general, segment=fp8_remat),
+    "coat": Precision(dot_general=_fp8_matmul, segment=fp8_remat),
+    "coat_max": Precision(dot_general=_fp8_matmul, segment=fp8_remat, attention=rerun),
+    "coat_bf16": Precision(dot_general=_bf16_matmul, segment=fp8_remat),
 }
 
 
@@ -180,6 +194,7 @@ class Vit(nnx.Module):
             config.hidden_size,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
+            dot_general=_bf16_matmul,
             rngs=rngs,
         )
         # SigLIP's initialization: much smaller embeddings of positions would be lost
@@ -211,7 +226,7 @@ class Vit(nnx.Module):
         if not jnp.issubdtype(images.dtype, jnp.floating):
             raise ValueError(f"images must be floating, got dtype {images.dtype}")
         x = self.patches(cut(images.astype(self.config.dtype), self.config.patch_size))
-        x = x + self.positions[...].astype(x.dtype)
+        x = x + whole(self.positions[...]).astype(x.dtype)
         x, _ = apply_layers(self.blocks, x)
         wrappers = precision(self.config.recipe)
         return wrappers.segment(wrappers.pointwise(LayerNorm.__call__))(self.norm, x)

@@ -189,11 +189,14 @@ def wrong_value(scale: Any, exponent: Any) -> str | None:
 
 
 def _values(x: Any) -> np.ndarray | None:
-    """Returns an array's values, or None if this process does not have them."""
+    """Returns the values of an array that this process has, or None for a type."""
     if isinstance(x, np.ndarray | np.generic):
         return np.asarray(x)
-    here = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    return np.asarray(x) if here and x.is_fully_addressable else None
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return None
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.concatenate([np.ravel(shard.data) for shard in x.addressable_shards])
 
 
 def _wide(state: QuantizedState) -> Any:

@@ -43,6 +43,8 @@ class Moment:
             raise ValueError(f"format must be a coat format, got {self.format!r}")
         if self.power is not None and not is_positive_number(self.power):
             raise ValueError(f"power must be positive or None, got {self.power!r}")
+        if self.power is not None:  # Equal numbers have one text in checksums.
+            object.__setattr__(self, "power", float(self.power))
 
     def __str__(self) -> str:
         power = "own k" if self.power is None else f"k = {self.power:g}"

@@ -189,6 +189,27 @@ def moment_sharding(moment: Any, sharding: NamedSharding) -> Any:
     return dataclasses.replace(moment, codes=sharding, scale=groups, exponent=exponent)
 
 
+def on_mesh_of(param: Any, moment: Any) -> Any:
+    """Returns a moment with the explicit mesh axes of its parameter in its type.
+
+    A moment that is on a mesh already, or has another shape, is returned as it is.
+    Without `jax.set_mesh` a jitted `init` makes moments on one device, because zeros
+    do not depend on parameters.
+
+    Args:
+      param: The parameter, or its gradient.
+      moment: The moment, or any other node of the optimizer's state.
+    """
+    sharding, pure = jax.typeof(param).sharding, unboxed(moment)
+    if not sharding.mesh.explicit_axes or jnp.shape(pure) != jnp.shape(param):
+        return moment
+    arrays, treedef = jax.tree.flatten(moment)
+    if not all(jax.typeof(x).sharding.mesh.empty for x in arrays):
+        return moment
+    shardings = jax.tree.leaves(moment_sharding(pure, sharding))
+    return treedef.unflatten(map(jax.sharding.reshard, arrays, shardings))
+
+
 def _of_whole_groups(
     sharding: NamedSharding, shape: tuple[int, ...], size: int
 ) -> NamedSharding:

@@ -27,6 +27,7 @@ from coat_jax.optimizers.noise import (
     seed_of,
     stream_of,
 )
+from coat_jax.optimizers.sharding import on_mesh_of
 from coat_jax.optimizers.state import QuantizedState, check_gradients, next_state
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import step_without_derivatives
@@ -173,7 +174,10 @@ def adam_step(
     inner, step = pure.inner_state, pure.rounding_step
     count = optax.safe_increment(inner.count)
     scalars = adam.scalars(count)
-    mus, nus = treedef.flatten_up_to(inner.mu), treedef.flatten_up_to(inner.nu)
+    mus, nus = (
+        [on_mesh_of(grad, x) for (_, grad), x in zip(leaves, column, strict=True)]
+        for column in map(treedef.flatten_up_to, (inner.mu, inner.nu))
+    )
     to = [None] * len(leaves) if targets is None else treedef.flatten_up_to(targets)
     rows = [
         _Leaf(*leaf, *rest) for leaf, *rest in zip(leaves, mus, nus, to, strict=True)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Key
 from coat_jax.optimizers.batch import as_dtype
 from coat_jax.optimizers.fused import FusedRequest, requested_update
 from coat_jax.optimizers.places import Path, fields_of, owner_of
+from coat_jax.optimizers.sharding import on_mesh_of
 from coat_jax.optimizers.step import Stacks
 from coat_jax.optimizers.trees import by_path, is_quantized, unboxed
 
@@ -68,10 +69,14 @@ class Parameters:
         # boxes for boxed parameters.
         self._paths = list(by_path(unboxed(params)))
         self.names = [f"params{keystr(path)}" for path in self._paths]
-        self._nodes, self._state_def = jax.tree.flatten(state, is_leaf=is_quantized)
+        nodes, self._state_def = jax.tree.flatten(state, is_leaf=is_quantized)
         owners = list(_owners(params, state))
         self._places = [path for path, _ in owners]
         self._owners = [owner for _, owner in owners]
+        self._nodes = [
+            node if owner is None else on_mesh_of(self.leaves[owner], node)
+            for node, owner in zip(nodes, self._owners, strict=True)
+        ]
 
     def state_of(self, index: int) -> Nodes:
         """Returns the arrays of a parameter's state, a list for each node."""

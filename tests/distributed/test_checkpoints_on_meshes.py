@@ -1,5 +1,10 @@
 """Tests that states saved on one mesh of eight virtual devices resume on others."""
 
+import os
+import socket
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,3 +64,55 @@ def test_a_run_goes_on_bit_for_bit_on_another_mesh(tmp_path):
             assert codes.sharding.mesh.devices.shape == mesh
             assert_same_bits(jax.device_get(restored), jax.device_get(state))
             assert_same_bits(jax.device_get(go_on(restored, grads[2:])), expected)
+
+
+_OF_A_PROCESS = """
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+import coat_jax as coat
+from coat_jax.optimizers.checkpoint import check_restored
+
+mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+where = NamedSharding(mesh, P("data"))
+tx = coat.scale_by_fp8_adam()
+params = jax.jit(lambda: jnp.ones((128, 128)), out_shardings=where)()
+shardings = coat.opt_state_sharding(tx, params, where)
+state = jax.jit(tx.init, out_shardings=shardings)(params)
+check_restored(state, state)
+
+
+@jax.jit
+def damaged(state):
+    scale = state.mu.scale.at[0].set(-1.0)  # The first process has this row.
+    return state.version + 256, jax.lax.with_sharding_constraint(scale, where)
+
+
+version, scale = damaged(state)
+mu = dataclasses.replace(state.mu, scale=scale)
+wrong = state._replace(inner_state=state.inner_state._replace(mu=mu))
+for wrong in (state._replace(version=version), wrong):
+    try:
+        check_restored(wrong, state)
+        print("passed")
+    except ValueError as error:
+        print(str(error).split(" must")[0])
+"""
+
+
+def test_each_process_checks_the_values_that_it_has():
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        address = f"localhost:{server.getsockname()[1]}"
+    command = [sys.executable, "-c", _OF_A_PROCESS, address]
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    options = {"env": environment, "text": True, "stdout": subprocess.PIPE}
+    running = [subprocess.Popen([*command, str(i)], **options) for i in range(2)]
+    first, second = (process.communicate(timeout=100)[0] for process in running)
+    assert first.split("\n")[:2] == ["state.version", "state.inner_state.mu.scale"]
+    assert second.split("\n")[:2] == ["state.version", "passed"]

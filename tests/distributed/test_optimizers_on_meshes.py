@@ -233,6 +233,23 @@ def test_types_with_explicit_axes_say_where_moments_lie(init):
                 assert P(*spec, *[None] * (x.ndim - len(spec))) == x.sharding.spec
 
 
+@pytest.mark.parametrize("how", [fused, chained])
+def test_moments_on_one_device_move_to_their_gradients_on_explicit_axes(how):
+    """Without `jax.set_mesh` a jitted `init` makes moments on one device."""
+    layout = only("both", "stacked", "short", "small")
+    tx, mesh, key = coat.fp8_adamw(1e-2), mesh_of(4, 2, EXPLICIT), jax.random.key(0)
+    grads, expected, params = placed(tx, mesh, layout)
+    step, state = jax.jit(how(tx)), jax.jit(tx.init)(params)
+    assert len(state[0].mu["both"].codes.devices()) == 1
+    for _ in range(2):
+        params_after, state = step(grads, state, params, key)
+        expected_params, expected = step(grads, expected, params, key)
+    pairs = (params_after, state), (expected_params, expected)
+    assert_same_bits(*map(jax.device_get, pairs))
+    for x, y in zip(*map(jax.tree.leaves, pairs), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
 @pytest.mark.parametrize(
     "wrap", [lambda tx: tx, lambda tx: optax.MultiSteps(tx, 2)], ids=["plain", "multi"]
 )

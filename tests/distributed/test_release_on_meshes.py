@@ -1,5 +1,7 @@
 """Tests optimizer steps in the backward pass on eight virtual devices."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -218,8 +220,9 @@ def test_each_example_of_a_vmap_steps_its_own_copy(axis_name):
 
 
 @pytest.mark.filterwarnings("ignore:a parameter of shape")
+@pytest.mark.parametrize("init_knows_mesh", [True, False])
 @pytest.mark.parametrize("make", [optax.adam, coat.fp8_adamw])
-def test_layers_on_explicit_axes_keep_their_shardings(make):
+def test_layers_on_explicit_axes_keep_their_shardings(make, init_knows_mesh):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     params = parameters(stacked=True, dtype=jnp.float32)["layers"]
     specs = {
@@ -240,12 +243,13 @@ def test_layers_on_explicit_axes_keep_their_shardings(make):
     tx = make(1e-2)
     _, expected, _ = ordinary(loss_on(None), tx)(params, tx.init(params), x)
     loss = loss_on(P("data", None))
+    where = jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
+    placed = jax.device_put(params, where)
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh) if init_knows_mesh else contextlib.nullcontext():
+        state = jax.jit(tx.init)(placed)
     with jax.set_mesh(mesh):
-        where = jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
-        placed = jax.device_put(params, where)
-        x = jax.device_put(x, NamedSharding(mesh, P("data")))
-        step = jax.jit(coat.value_and_update(loss, tx))
-        _, actual, state = step(placed, jax.jit(tx.init)(placed), x)
+        _, actual, state = jax.jit(coat.value_and_update(loss, tx))(placed, state, x)
     for name, p in actual.items():
         assert p.sharding.is_equivalent_to(where[name], p.ndim)
         mu = state[0].mu[name]

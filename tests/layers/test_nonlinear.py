@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import layers
 from helpers.gradients import (
     GROUP,
@@ -95,6 +96,12 @@ def test_optional_parameters_default_to_none():
     weight, zeros = np.ones(64), np.zeros(64)
     assert_close(nonlinear.rms_norm(x), rms_norm(*wide(x), weight), 1e-6)
     assert_close(nonlinear.layer_norm(x), layer_norm(*wide(x), weight, zeros), 1e-6)
+
+
+def test_weights_may_be_variables_of_nnx():
+    x, weight = jnp.arange(8.0), jnp.linspace(0.5, 2, 8)
+    for norm in (nonlinear.rms_norm, nonlinear.layer_norm):
+        np.testing.assert_array_equal(norm(x, nnx.Param(weight)), norm(x, weight))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

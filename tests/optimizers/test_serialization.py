@@ -112,6 +112,17 @@ def test_a_state_saved_without_a_checksum_of_its_formats_passes():
     check_restored(state._replace(version=jnp.int32(1)), state)
 
 
+def test_equal_powers_have_one_checksum():
+    states = [
+        coat.with_quantized_state(
+            optax.adam(1e-3), moments={"nu": coat.Moment(power=power)}
+        ).init(PARAMS)
+        for power in (3, 3.0)
+    ]
+    for state in states:
+        check_restored(state, states[0])
+
+
 def test_checksums_of_formats_stay_what_they_are_in_files():
     states = coat.scale_by_fp8_adam().init(PARAMS["w"]), with_formats()
     assert [int(state.version) for state in states] == [1883766785, 916150017]
