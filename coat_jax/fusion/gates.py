@@ -33,6 +33,7 @@ from coat_jax.programs.primitives import all_eqns
 from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.formats import E4M3
 from coat_jax.remat.notes import Note
+from coat_jax.remat.shapes import why_not_fp8
 from pallas_kernels.dispatch import array_types
 from pallas_kernels.numerics import GROUP
 
@@ -135,7 +136,10 @@ def _gated(graph: Graph) -> Iterator[_GatedMatmul]:
         if matmul is None:
             continue
         a, _ = eqn.invars
-        if a.aval.shape[-1] % GROUP or not graph.only_read_by([a], [eqn]):
+        # The same arrays as elsewhere have no copies.
+        if why_not_fp8(a.aval) or a.aval.shape[-1] % GROUP:
+            continue
+        if not graph.only_read_by([a], [eqn]):
             continue
         gate = gate_of(a, graph, sources) or activation_of(a, graph)
         if gate is None or any(v.aval.dtype != jnp.bfloat16 for v in gate.operands):
