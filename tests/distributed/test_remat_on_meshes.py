@@ -232,7 +232,7 @@ def test_policies_know_matmuls_on_meshes(axis_type):
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_gates_before_matmuls_in_bf16(axis_type):
-    """On explicit axes XLA computes the gradients of gates, and elsewhere a kernel."""
+    """XLA computes the gradients of gates on explicit axes, and a kernel elsewhere."""
 
     def gated(params, x):
         gate, up = jnp.split(x @ params["up"].astype(BF16), 2, axis=-1)

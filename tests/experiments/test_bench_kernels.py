@@ -25,7 +25,7 @@ def test_every_case_can_be_called():
         # amax.
         assert case.size == pytest.approx(inputs + written, rel=0.05), case.kernel
         names.add(case.kernel)
-    assert len(names) == 56
+    assert len(names) == 59
 
 
 def test_products_are_of_every_layer_and_pass():
