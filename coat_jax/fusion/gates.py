@@ -162,9 +162,11 @@ def _operands(gate: Gate, graph: Graph) -> tuple[core.Var, ...]:
         (array, axis, start, size), (same, *place) = cuts
         shape, last = array.aval.shape, array.aval.ndim - 1
         in_order = array is same and (start, place) == (0, [axis, size, size])
-        # The halves of each row are one after the other.
+        # The halves of each row are one after the other: [..., 2 f] or [..., 2, f].
+        row = size if axis == last else shape[last]
         by_row = axis == last or (axis == last - 1 and size == 1)
-        if in_order and by_row and shape[axis] == 2 * size:
+        is_row = row == gate.operands[0].aval.shape[-1]
+        if in_order and by_row and is_row and shape[axis] == 2 * size:
             return (array,)
     return gate.operands
 

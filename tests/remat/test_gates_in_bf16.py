@@ -64,6 +64,14 @@ def in_float32(w, x):
     return a.astype(BF16) @ w["down"]
 
 
+def of_cut_rows(w, x):
+    """Rows of the halves are cut in two after the halves are taken."""
+    y = (x @ w["both"]).reshape(-1, 2 * F)
+    halves = y[:, :F], y[:, F:]
+    gate, up = (lax.squeeze(h.reshape(1, -1, F // 2), (0,)) for h in halves)
+    return (silu(gate, up) @ w["down"][: F // 2]).reshape(*x.shape[:-1], -1)[..., :K]
+
+
 def to_several_axes(w, x):
     a = silu(x @ w["gate"], x @ w["up"])
     return jnp.einsum("bsf,cdf->bscd", a, w["transposed"]).reshape(x.shape)
@@ -81,7 +89,7 @@ def under_a_scan(w, x):
 
 
 FORMS = [of_two_weights, of_halves, of_a_stack, of_up_and_gate, in_float32]
-FORMS += [to_several_axes, without_up]
+FORMS += [of_cut_rows, to_several_axes, without_up]
 
 
 def both_passes(fn):
