@@ -98,6 +98,23 @@ def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
     return _on_automatic_axes(fn, explicit, out)
 
 
+def of_tokens[**Args, Result](
+    product: Callable[Args, Result],
+) -> Callable[Args, Result]:
+    """Wraps a product of tokens, for weights that an explicit mesh axis may split.
+
+    Args:
+      product: A function of tokens [*batch, k], then of other trees of arrays. Its
+        result [*batch, ...] is split like the tokens; see `on_explicit_tokens`.
+    """
+
+    @functools.wraps(product)
+    def wrapped(x, *trees):
+        return on_explicit_tokens(product, x, x.ndim - 1)(x, *trees)
+
+    return wrapped
+
+
 def _on_automatic_axes(fn: Callable, axes: tuple[str, ...], out: Any) -> Callable:
     """Wraps a function so that mesh axes are automatic within it.
 

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.meshes import on_explicit_tokens
+from coat_jax.meshes import of_tokens
 from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.delayed import delayed_scale
 from coat_jax.quantization.formats import E4M3, E5M2, Format
@@ -82,11 +82,12 @@ def in_rows(
     check_contracted(x, w)
     k = x.shape[-1]
 
+    @of_tokens
     def product(x, w, *more):
         y = multiply(x.reshape(-1, k), w, *more)
         return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
-    return on_explicit_tokens(product, x, x.ndim - 1)(x, w, *more)
+    return product(x, w, *more)
 
 
 def check_contracted(x: Float[Array, "*batch k"], w: Float[Array, "... k"]) -> None:

@@ -37,7 +37,7 @@ from coat_jax.layers.recipe import (
     Scaling,
     Wrapper,
 )
-from coat_jax.meshes import batch_shards, on_explicit_tokens
+from coat_jax.meshes import batch_shards, of_tokens
 from coat_jax.optimizers.adam import fp8_adamw
 from coat_jax.remat.api import fp8_remat, rerun
 from pallas_kernels import Activation
@@ -46,11 +46,9 @@ from pallas_kernels.checks import WIDE, check_dtype
 RecipeName = Literal["bf16", "te", "coat", "coat_max", "coat_block", "coat_bf16"]
 
 
+@of_tokens
 def _plain_linear(x: Array, w: Array) -> Array:
-    def product(x, w):
-        return jnp.tensordot(x, w.astype(x.dtype), axes=(-1, -1))
-
-    return on_explicit_tokens(product, x, x.ndim - 1)(x, w)
+    return jnp.tensordot(x, w.astype(x.dtype), axes=(-1, -1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,13 +203,10 @@ RECIPES: dict[RecipeName, Recipe] = {
 }
 
 
+@of_tokens
 def _fp8_linear(x: Array, w: Array) -> Array:
     contracted = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
-
-    def product(x, w):
-        return fp8_dot_general(x, w, contracted, preferred_element_type=x.dtype)
-
-    return on_explicit_tokens(product, x, x.ndim - 1)(x, w)
+    return fp8_dot_general(x, w, contracted, preferred_element_type=x.dtype)
 
 
 def _again(segment: Callable) -> Callable:

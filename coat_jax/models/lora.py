@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from coat_jax.fp8.frozen import freeze, frozen_linear, thawed
 from coat_jax.layers.decoder import WEIGHTS
 from coat_jax.layers.recipes import PlainRecipe, RecipeName
-from coat_jax.meshes import on_explicit_tokens
+from coat_jax.meshes import of_tokens
 from coat_jax.models.llama import Llama
 from coat_jax.remat.api import fp8_remat, rerun
 from pallas_kernels import Codes
@@ -113,16 +113,13 @@ def _frozen_layers(weight: Float[Array, "layers ... k"]) -> Codes:
     return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
 
 
+@of_tokens
 def linear(x: Float[Array, "*batch k"], w: Adapted) -> Float[Array, "..."]:
     """Computes a matmul with an adapted weight, in the dtype of `x`."""
-
-    def product(x, w):
-        y = frozen_linear(x, w.weight)
-        # The factor multiplies the smallest array; no large array is written again.
-        low = jnp.tensordot(x, w.a.astype(x.dtype), axes=(-1, -1)) * w.factor
-        return y + jnp.tensordot(low, w.b.astype(x.dtype), axes=(-1, -1))
-
-    return on_explicit_tokens(product, x, x.ndim - 1)(x, w)
+    y = frozen_linear(x, w.weight)
+    # The factor multiplies the smallest array, so that no large array is written again.
+    low = jnp.tensordot(x, w.a.astype(x.dtype), axes=(-1, -1)) * w.factor
+    return y + jnp.tensordot(low, w.b.astype(x.dtype), axes=(-1, -1))
 
 
 # The projection reads the output that attention saves.

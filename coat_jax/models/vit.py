@@ -10,6 +10,7 @@ models.
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.layers import recipes
 from coat_jax.layers.attention import full_attention
 from coat_jax.layers.functional import layer_norm
-from coat_jax.meshes import on_explicit_tokens, whole
+from coat_jax.meshes import of_tokens, on_explicit_tokens, whole
 from coat_jax.models.llama import apply_layers
 from coat_jax.remat.api import fp8_remat, rerun
 from pallas_kernels.checks import check_floating, check_positive
@@ -101,22 +102,20 @@ class Precision:
     attention: recipes.Wrapper = _identity
 
 
-def _of_tokens(dot_general: Callable[..., Array]) -> Callable[..., Array]:
+def _for_flax(dot_general: Callable[..., Array]) -> Callable[..., Array]:
     """Wraps the `dot_general` of `nnx.Linear`, for weights that a mesh may split.
 
     On explicit mesh axes results are split like the tokens that they are of.
     """
 
     def multiply(x, kernel, dimension_numbers, **options):
-        def product(x, kernel):
-            return dot_general(x, kernel, dimension_numbers, **options)
-
-        return on_explicit_tokens(product, x, x.ndim - 1)(x, kernel)
+        options["dimension_numbers"] = dimension_numbers
+        return of_tokens(partial(dot_general, **options))(x, kernel)
 
     return multiply
 
 
-_bf16_matmul, _fp8_matmul = map(_of_tokens, (lax.dot_general, fp8_dot_general))
+_bf16_matmul, _fp8_matmul = map(_for_flax, (lax.dot_general, fp8_dot_general))
 _PRECISIONS: dict[recipes.RecipeName, Precision] = {
     "bf16": Precision(dot_general=_bf16_matmul),
     # Norms and GELU are recomputed from their BF16 inputs.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.dots import ACTIVATIONS, assert_near, bfloat16
-from helpers.gradients import compiled, fake, saved
+from helpers.gradients import fake, saved, value_and_vjp
 from helpers.marks import slow
 from jax import lax
 
@@ -92,31 +92,31 @@ FORMS = [of_two_weights, of_halves, of_a_stack, of_up_and_gate, in_float32]
 FORMS += [of_cut_rows, to_several_axes, without_up]
 
 
-def both_passes(fn):
-    def run(w, x, dy):
-        y, vjp = jax.vjp(fn, w, x)
-        return y, vjp(dy)
-
-    return run
-
-
-def has_kernel(light):
-    choices = pk.explain(light, WEIGHTS, X, DY).choices
+def has_kernel(fn):
+    choices = pk.explain(lambda w, x: jax.vjp(fn, w, x)[1](DY), WEIGHTS, X).choices
     return "gated_grad" in {choice.operation for choice in choices}
+
+
+def results(fn):
+    """Returns the result of a function, and its gradients for `DY`."""
+    return value_and_vjp(fn, DY, WEIGHTS, X)
+
+
+def assert_gradients_near(gradients, of_autodiff):
+    pairs = zip(*map(jax.tree.leaves, (gradients, of_autodiff)), strict=True)
+    for actual, right in pairs:
+        assert_near(actual, np.asarray(right, float), 0.06)
 
 
 @pytest.mark.parametrize("fn", [*FORMS, under_a_scan])
 def test_the_kernel_runs_and_the_forward_pass_keeps_its_bits(fn):
-    light = both_passes(fp8_remat(fn))
-    assert has_kernel(light)
-    y, gradients = compiled(light, WEIGHTS, X, DY)
-    expected, of_autodiff = compiled(both_passes(fn), WEIGHTS, X, DY)
+    assert has_kernel(fp8_remat(fn))
+    y, gradients = results(fp8_remat(fn))
+    expected, of_autodiff = results(fn)
     np.testing.assert_array_equal(y, expected)
-    for actual, right in zip(
-        *map(jax.tree.leaves, (gradients, of_autodiff)), strict=True
-    ):
-        assert actual.dtype == right.dtype
-        assert_near(actual, np.asarray(right, float), 0.06)
+    assert_gradients_near(gradients, of_autodiff)
+    pairs = zip(*map(jax.tree.leaves, (gradients, of_autodiff)), strict=True)
+    assert all(actual.dtype == right.dtype for actual, right in pairs)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -128,7 +128,7 @@ def test_gradients_follow_their_formulas(name, has_up):
         up = x @ w["up"] if has_up else 1
         return (activation(x @ w["gate"]) * up) @ w["down"]
 
-    _, (dw, dx) = compiled(both_passes(fp8_remat(fn)), WEIGHTS, X, DY)
+    _, (dw, dx) = results(fp8_remat(fn))
     x, dy = (np.asarray(v, float).reshape(-1, v.shape[-1]) for v in (X, DY))
     gate, up, down = (np.asarray(WEIGHTS[k], float) for k in ("gate", "up", "down"))
     g, u = (fake(np.float32(bfloat16(x @ w)), 16).astype(float) for w in (gate, up))
@@ -223,25 +223,18 @@ NEAR_MISSES += [of_few_elements, with_a_rule]
 
 @pytest.mark.parametrize("fn", NEAR_MISSES)
 def test_near_misses_stay_with_autodiff(fn):
-    light = both_passes(fp8_remat(fn))
-    assert not has_kernel(light)
-    y, gradients = compiled(light, WEIGHTS, X, DY)
-    expected, of_autodiff = compiled(both_passes(fn), WEIGHTS, X, DY)
+    assert not has_kernel(fp8_remat(fn))
+    y, gradients = results(fp8_remat(fn))
+    expected, of_autodiff = results(fn)
     assert_near(y, np.asarray(expected, float), 1e-2)
-    for actual, right in zip(
-        *map(jax.tree.leaves, (gradients, of_autodiff)), strict=True
-    ):
-        assert_near(actual, np.asarray(right, float), 0.06)
+    assert_gradients_near(gradients, of_autodiff)
 
 
 def test_factors_before_the_activation_are_part_of_its_operand():
-    light = both_passes(fp8_remat(with_a_scale))
-    _, gradients = compiled(light, WEIGHTS, X, DY)
-    _, of_autodiff = compiled(both_passes(with_a_scale), WEIGHTS, X, DY)
-    for actual, right in zip(
-        *map(jax.tree.leaves, (gradients, of_autodiff)), strict=True
-    ):
-        assert_near(actual, np.asarray(right, float), 0.06)
+    (_, gradients), (_, of_autodiff) = map(
+        results, (fp8_remat(with_a_scale), with_a_scale)
+    )
+    assert_gradients_near(gradients, of_autodiff)
 
 
 @pytest.mark.parametrize(
@@ -255,5 +248,4 @@ def test_factors_before_the_activation_are_part_of_its_operand():
     ids="".join,
 )
 def test_other_options_of_copies_leave_gates_to_autodiff(options):
-    light = both_passes(fp8_remat(of_two_weights, **options))
-    assert not has_kernel(light)
+    assert not has_kernel(fp8_remat(of_two_weights, **options))
