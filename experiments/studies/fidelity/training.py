@@ -115,6 +115,8 @@ class Programs(NamedTuple):
         continue with; None without shared steps.
       step: A function of a state, all windows and their order that returns the next
         state and the loss. The state is donated.
+      late_step: The function for the steps of the variant's late recipe, if it has one.
+      early_steps: The number of steps of a training before those of `late_step`.
       losses: Functions of float32 parameters, all windows and a batch's first row that
         return the batch's loss: "own" with the variant's forward pass, and "in_bf16"
         with `bf16`'s.
@@ -123,6 +125,8 @@ class Programs(NamedTuple):
     init: Callable[..., State]
     begin: Callable[..., State] | None
     step: Callable[..., tuple[State, Float32[Array, ""]]]
+    late_step: Callable[..., tuple[State, Float32[Array, ""]]] | None
+    early_steps: int
     losses: dict[str, Callable[..., Float32[Array, ""]]]
 
 
@@ -136,14 +140,20 @@ def compiled(setup: Setup, variant: Variant, train: int, test: int) -> Programs:
     init = partial(_init, setup=setup, variant=variant)
     with _TRACING:
         state = jax.eval_shape(init, seed)
-    step = partial(_step, setup=setup, variant=variant)
     arguments = state, _windows(setup, train), order
+
+    def step(forward):
+        run = partial(_step, setup=setup, variant=variant, forward=forward)
+        return _program(run, *arguments, donate_argnums=0)
+
     return Programs(
         init=_program(init, seed),
         begin=_begin_program(setup, variant) if setup.shared_steps else None,
-        step=_program(step, *arguments, donate_argnums=0),
+        step=step(variant.forward),
+        late_step=step(variant.last_forward) if variant.late else None,
+        early_steps=setup.steps - variant.late_steps(setup.steps),
         losses={
-            "own": _loss_program(setup, variant.forward, test),
+            "own": _loss_program(setup, variant.last_forward, test),
             "in_bf16": _loss_program(setup, VARIANTS[REFERENCE].forward, test),
         },
     )
@@ -287,8 +297,10 @@ def _after(
     count = setup.steps * setup.batch_size
     order = jax.device_put(texts.order(seed, windows=len(windows), count=count))
     losses = []
-    for done, _ in enumerate(steps, 1):
-        state, loss = programs.step(state, windows, order)
+    for done, index in enumerate(steps, 1):
+        early = index < programs.early_steps
+        step = programs.step if early else programs.late_step
+        state, loss = step(state, windows, order)
         losses.append(loss)
         if done % _WAIT == 0 or done == len(steps):
             jax.block_until_ready(loss)
@@ -343,11 +355,12 @@ def _step(
     order: Int32[Array, " reads"],
     setup: Setup,
     variant: Variant,
+    forward: Forward,
 ) -> tuple[State, Float32[Array, ""]]:
     size = setup.batch_size
     rows = lax.dynamic_slice(order, (state.step * size,), (size,))
     batch = windows[rows].astype(jnp.int32)
-    loss_of = partial(model.loss, shape=setup.shape, forward=variant.forward)
+    loss_of = partial(model.loss, shape=setup.shape, forward=forward)
     loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
     tx, given = _optimizer(setup, variant), (grads, state.opt_state, state.params)
     if variant.optimizer.fused:

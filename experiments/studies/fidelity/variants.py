@@ -20,6 +20,18 @@ REFERENCE = "bf16"
 _WIDE = Optimizer(optax.adamw, fused=False)
 
 
+class Late(NamedTuple):
+    """Another recipe for the last steps of a training.
+
+    Attributes:
+      recipe: The recipe of layers.
+      part: The part of the steps that it trains.
+    """
+
+    recipe: Recipe
+    part: float
+
+
 class Forward(NamedTuple):
     """The precisions of a model's forward and backward passes.
 
@@ -44,6 +56,7 @@ class Variant:
       recipe: The recipe of layers.
       ends: The recipe of the first and the last layer; None means `recipe`.
       head: The precision of the matmul of the logits.
+      late: Another recipe of all layers in the last steps, or None.
       optimizer: The optimizer.
       param_dtype: The dtype in which parameters are stored.
       stochastic: Whether BF16 parameters are rounded stochastically.
@@ -58,6 +71,7 @@ class Variant:
     recipe: Recipe = UNQUANTIZED
     ends: Recipe | None = None
     head: Literal["bf16", "fp8"] = "bf16"
+    late: Late | None = None
     optimizer: Optimizer = _WIDE
     param_dtype: DTypeLike = jnp.float32
     stochastic: bool = False
@@ -67,8 +81,22 @@ class Variant:
 
     @property
     def forward(self) -> Forward:
-        """The precisions of the model's forward and backward passes."""
+        """The precisions of the model's forward and backward passes in the first steps.
+
+        They are those of all steps, unless there is a `late` recipe.
+        """
         return Forward(self.recipe, self.ends or self.recipe, self.head)
+
+    @property
+    def last_forward(self) -> Forward:
+        """The precisions of the model's forward and backward passes in the last step."""
+        if self.late is None:
+            return self.forward
+        return Forward(self.late.recipe, self.late.recipe, self.head)
+
+    def late_steps(self, steps: int) -> int:
+        """Returns how many of a training's `steps` the late recipe trains."""
+        return 0 if self.late is None else round(self.late.part * steps)
 
 
 class _NormCopies(PlainRecipe):
@@ -143,6 +171,13 @@ _RECIPES = (
             recipe=RECIPES["coat"], ends=UNQUANTIZED, optimizer=_FP8),
     Variant(name="coat_head_fp8", about="coat, logits in FP8", recipe=RECIPES["coat"],
             head="fp8", optimizer=_FP8),
+    *(
+        Variant(name=f"coat_last_{part:.0%}".rstrip("%"),
+                about=f"coat, the last {part:.0%} of the steps as coat_bf16",
+                recipe=RECIPES["coat"], late=Late(RECIPES["coat_bf16"], part),
+                optimizer=_FP8)
+        for part in (0.05, 0.1, 0.2)
+    ),
 )  # fmt: skip
 _CHANGES = (
     Variant(name="moments", about="moments in FP8", optimizer=_FP8),
