@@ -89,7 +89,7 @@ class Variant:
 
     @property
     def last_forward(self) -> Forward:
-        """The precisions of the model's forward and backward passes in the last step."""
+        """The precisions of the forward and backward passes in the last steps."""
         if self.late is None:
             return self.forward
         return Forward(self.late.recipe, self.late.recipe, self.head)
