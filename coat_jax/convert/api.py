@@ -58,7 +58,9 @@ def fp8[Model](
         least 128 inputs and 128 outputs, in multiples of 16, except routers. A router
         is a matmul with at most 1,024 outputs on which a choice (`top_k`, `argmax`,
         `sort`) depends without another matmul in between. Matmuls within a loop, a
-        `jax.checkpoint` or a custom derivative stay as they are, with a warning.
+        `jax.checkpoint` or a custom derivative stay as they are, with a warning. With
+        an empty list, `matmuls=()`, all matmuls stay as they are, so that outputs are
+        the model's own, and blocks only save FP8 residuals.
       format: The format of FP8 copies of residuals. `fp8_remat` documents this argument
         and the following ones in full.
       group: The number of neighbours on the last axis that share a scale.
@@ -76,8 +78,8 @@ def fp8[Model](
       ValueError: If a rule or an option is invalid, or no block is found; a Linen
         module raises this error when it is applied, because it has no parameters
         earlier. A converted model raises this error when it is called, if no matmul of
-        any block becomes an FP8 matmul. An exception is a function that has only
-        matmuls of two activations or of two parameters.
+        any block becomes an FP8 matmul. Exceptions are `matmuls=()`, and a function
+        that has only matmuls of two activations or of two parameters.
 
     Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -114,7 +116,7 @@ def _function(fn: Callable, rules: Rules, options: Options) -> Callable:
     conversion = Conversion(
         depth=OF_FUNCTION,
         chosen=None if rules.matmuls is None else chooser("matmuls", rules.matmuls),
-        model=ModelRecord(str(rules)),
+        model=ModelRecord.of(rules),
         where="",
     )
 

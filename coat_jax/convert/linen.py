@@ -76,7 +76,7 @@ class _Convert:
         inside = {path: below(shapes, path) for path in paths}
         kinds = frozenset(frozenset(names.items()) for names in inside.values())
         if kinds not in self._models:
-            self._models[kinds] = ModelRecord(str(self._rules), inside.values())
+            self._models[kinds] = ModelRecord.of(self._rules, inside.values())
         record, depth = self._models[kinds], len(module.path)
         return _Blocks(inside, record, depth, self._rules, self._options)
 

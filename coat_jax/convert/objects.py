@@ -182,10 +182,10 @@ def object_model(model: Any, rules: Rules, options: Options) -> Any:
     shapes = parameters_of(model)
     blocks = _blocks(model, shapes, rules)
     inside = {path: _parameters_within(x, shapes, path) for path, x in blocks.items()}
-    record = ModelRecord(str(rules), inside.values())
+    record = ModelRecord.of(rules, inside.values())
     if not isinstance(model, nnx.Pytree):
         kinds = frozenset(frozenset(names.items()) for names in inside.values())
-        record = _record_of(type(model), str(rules), kinds)
+        record = _record_of(type(model), str(rules), rules.keep_matmuls, kinds)
 
     def light(x: Any, path: str) -> Any:
         # Further paths of a shared module are not in `inside`.
@@ -220,10 +220,12 @@ def with_conversion(x: Any, conversion: Conversion) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _record_of(cls: type, rules: str, blocks: frozenset[Any]) -> ModelRecord:
+def _record_of(
+    cls: type, rules: str, keep_matmuls: bool, blocks: frozenset[Any]
+) -> ModelRecord:
     """Returns the record that pytrees with equal blocks, class and rules share."""
     del cls
-    return ModelRecord(rules, map(dict, blocks))
+    return ModelRecord(rules, map(dict, blocks), keep_matmuls=keep_matmuls)
 
 
 def _parameters_within(x: Any, shapes: Shapes, path: str) -> Shapes:

@@ -5,6 +5,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
+from coat_jax.convert.rules import Rules
 from coat_jax.fp8.dot_general import FEWEST_ROWS
 from coat_jax.remat.fingerprint import Neutral
 
@@ -62,23 +63,34 @@ class ModelRecord:
       called: Whether a block of a Linen model has been called.
     """
 
-    def __init__(self, rules: str, blocks: Iterable[Shapes] = ()):
+    def __init__(
+        self, rules: str, blocks: Iterable[Shapes] = (), *, keep_matmuls: bool = False
+    ):
         """Makes a record in which no block has been converted yet.
 
         Args:
           rules: The rules of the conversion, for messages.
           blocks: The shapes of the parameters of each block; empty for a function.
+          keep_matmuls: Whether the rules keep all matmuls as they are.
         """
         self.called = False
         self._rules = rules
+        self._keep_matmuls = keep_matmuls
         unique = {frozenset(shapes.items()) for shapes in blocks}
         self._blocks = [dict(shapes) for shapes in unique]
         self._left: set[int] = set()
         self._converts = False
         self._warned: set[str] = set()
 
+    @classmethod
+    def of(cls, rules: Rules, blocks: Iterable[Shapes] = ()) -> "ModelRecord":
+        """Returns a new record of a conversion by `rules`."""
+        return cls(str(rules), blocks, keep_matmuls=rules.keep_matmuls)
+
     def finish(self, block: str, shapes: Shapes, matmuls: Sequence[Matmul]) -> bool:
         """Records the matmuls of a block, and warns if none of them is or becomes FP8.
+
+        There is no warning if the rules keep all matmuls as they are.
 
         Args:
           block: The path of the block.
@@ -89,11 +101,13 @@ class ModelRecord:
           Whether a matmul of the block becomes an FP8 matmul, or is one already.
 
         Raises:
-          ValueError: If no block of the model has an FP8 matmul.
+          ValueError: If no block of the model has an FP8 matmul, against the rules.
         """
         if any(m.converted or m.reason == FP8_ALREADY for m in matmuls):
             self._converts = True
             return True
+        if self._keep_matmuls:
+            return False
         reasons = {m.reason for m in matmuls}
         if not self._blocks and reasons and reasons <= {ACTIVATIONS, PARAMETERS}:
             return False  # A function of such matmuls alone has nothing to convert.

@@ -27,6 +27,12 @@ class Rules:
     def __str__(self) -> str:
         return f"blocks={self.blocks!r} and matmuls={self.matmuls!r}"
 
+    @property
+    def keep_matmuls(self) -> bool:
+        """True if all matmuls stay as they are, because `matmuls` is an empty list."""
+        is_list = not (callable(self.matmuls) or isinstance(self.matmuls, str | None))
+        return is_list and not len(self.matmuls)
+
 
 def below(
     shapes: Mapping[str, tuple[int, ...]], block: str

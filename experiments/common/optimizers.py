@@ -14,6 +14,11 @@ COAT_RECIPES: tuple[Recipe, ...] = tuple(
 )
 
 
+def without_fp8_matmuls(recipe: Recipe) -> Recipe:
+    """Returns the recipe with BF16 matmuls and the optimizer of `recipe`."""
+    return "coat_bf16" if recipe in COAT_RECIPES else "bf16"
+
+
 def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns `tx` computed in float32, for parameters of any dtype.
 

@@ -55,6 +55,7 @@ def summarize(
         command=run.command,
         preset=run.settings.preset,
         steps=run.steps,
+        bf16_last=run.settings.bf16_last,
         schedule_steps=run.schedule_steps,
         nats_per=token,
         base=run.settings.model or run.settings.base or "random parameters",

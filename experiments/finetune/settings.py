@@ -166,7 +166,7 @@ class FinetuneSettings(Settings):
                 f"{', '.join(sorted(unable))}"
             )
         needs = {"release": "no", "scaling": "just_in_time", "rounding": "nearest"}
-        needs |= {"health_every": None}
+        needs |= {"health_every": None, "bf16_last": 0.0}
         for name, value in needs.items():
             if getattr(self, name) != value:
                 raise ValueError(

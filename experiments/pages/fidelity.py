@@ -31,7 +31,9 @@ def fidelity() -> str:
         "difference is what the rest of the steps costs. The last column has the same "
         "weights in a forward pass in BF16. The first column is of trainings that read "
         f"{memorized['set_windows'] * memorized['seq_len']:,} bytes again and again in "
-        f"{memorized['steps']:,} steps, and know them by heart at the end."
+        f"{memorized['steps']:,} steps, and know them by heart at the end. "
+        "`coat_last_5`, `coat_last_10` and `coat_last_20` end with BF16 matmuls, as "
+        "`--bf16-last` of `experiments.pretrain` does."
     )
     titles = [title for title in rows[0] if title != "variant"]
     columns = (

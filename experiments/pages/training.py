@@ -40,9 +40,19 @@ def losses() -> str:
         f"gaps are {means['te']}, {means['coat']} and {means['coat_max']}. The paper's "
         f"OLMo-1B ends {paper:.1f}% above its BF16 run. "
         "[Nearly all](experiments/README.md) of our gap comes from FP8 in forward "
-        "matmuls, which `coat_bf16` has in BF16. Training losses, and gaps to `bf16`:"
+        "matmuls. `coat_bf16` has them in BF16, and BF16 in the last tenth of the "
+        f"steps (`--bf16-last 0.1`) leaves {_part_left():.0%} of what the end of a "
+        "small training costs. Training losses:"
     )
     return textwrap.fill(text, 98) + "\n"
+
+
+def _part_left() -> float:
+    """Returns what `coat_last_10` costs, as a part of what `coat` costs."""
+    results = load("fidelity", "fidelity_text_10m_after_70")
+    rows = (row for row in results["summary"] if row["loss"] == "average_own")
+    percents = {row["variant"]: row["percent"] for row in rows}
+    return percents["coat_last_10"] / percents["coat"]
 
 
 def _counts(by_recipe: Mapping[str, Sequence[float]]) -> str:

@@ -43,7 +43,7 @@ from experiments.training import data, text
 from experiments.training.job import Inputs
 from experiments.training.plots import curve, draw_curves
 from experiments.training.runs import Run
-from experiments.training.settings import Recipe
+from experiments.training.settings import Recipe, Settings
 
 Row = dict[str, Any]
 UNREAD = "unread files"  # The run's own validation text.
@@ -135,12 +135,13 @@ def compared(folders: Sequence[Path], *, measures: bool = True) -> dict[str, Any
                 f"{folder} has {shared}, and {folders[0]} {common['shared']}"
             )
         for row in summary["rows"]:
-            names = {"recipe": row["recipe"], "seed": run.settings.seed}
+            recipe = _name(run.settings, row["recipe"])
+            names = {"recipe": recipe, "seed": run.settings.seed}
             if any(names.items() <= other.items() for other in rows):
                 raise ValueError(f"{folder} trains {names}, as another run does")
             metrics = [m for m in run.rows("metrics") if m["recipe"] == row["recipe"]]
             row = row | _loads(metrics[-max(1, run.steps // 20) :])
-            rows.append(names | row | {"commit": summary["versions"]["commit"]})
+            rows.append(row | names | {"commit": summary["versions"]["commit"]})
             curves.append(names | curve(np.array([m["loss"] for m in metrics])))
             if not measures:
                 continue
@@ -181,6 +182,13 @@ def _finished(folder: Path) -> tuple[dict[str, Any], Run]:
     if summary["nats_per"] != "byte":
         raise ValueError(f"runs on bytes can be compared, {folder} has tokens of a BPE")
     return summary, run
+
+
+def _name(settings: Settings, recipe: Recipe) -> str:
+    """Returns the name of a recipe in comparisons, with the steps of `bf16_last`."""
+    if settings.last_recipe(recipe) == recipe:
+        return recipe
+    return f"{recipe}, the last {settings.bf16_last:.0%} in BF16"
 
 
 def _loads(metrics: Sequence[Row]) -> dict[str, float]:
@@ -236,7 +244,8 @@ def _examined(run: Run, recipe: Recipe, inputs: Inputs, exam: _Exam) -> Row:
     Raises:
       ValueError: If the latest checkpoint is not the checkpoint of the run's last step.
     """
-    trainer = inputs.trainer(run.settings, recipe, run.schedule_steps or 0)
+    last = run.settings.last_recipe(recipe)
+    trainer = inputs.trainer(run.settings, last, run.schedule_steps or 0)
     with run.checkpoints(recipe) as checkpoints:
         if (last := checkpoints.progress().step) != run.steps:
             raise ValueError(

@@ -121,6 +121,13 @@ def add_comparison(
         choices=typing.get_args(Scaling),
         help="when coat and coat_max take the scales of tensors (just_in_time)",
     )
+    add(
+        "--bf16-last",
+        type=float,
+        metavar="PART",
+        help="the part of the steps at the end, such as 0.1, in which recipes with FP8 "
+        "matmuls have BF16 matmuls, so that they end nearer to bf16 (0)",
+    )
     add("--seed", type=int, help="of initialization, data's order and rounding (0)")
     add("--minutes", type=float, help="for the first recipe; may lower --steps for all")
     add("--save-every", type=int, help="steps between checkpoints")
@@ -167,7 +174,8 @@ def add_folder(top: argparse.ArgumentParser, default: str) -> None:
         help="continue the run in DIR, by default the latest one; --steps N gives "
         "it more steps, at the last learning rate of the schedule that it began with; "
         "--keep, --save-every, --bad-step, --spike and --health-every may change too, "
-        "and the devices; --data names the same data where it has moved",
+        "--bf16-last until its steps begin, and the devices; --data names the same "
+        "data where it has moved",
     )
 
 

@@ -242,6 +242,7 @@ def _train(
             run=run,
             recipe=recipe,
             trainer=trainer,
+            late_trainer=_late_trainer(run, recipe, inputs),
             measure=inputs.measure,
             checkpoints=checkpoints,
             logs=logs,
@@ -299,6 +300,12 @@ def _trainer(run: Run, recipe: Recipe, inputs: Inputs) -> Trainer:
     """Returns the recipe's trainer, not yet compiled."""
     steps = run.schedule_steps or run.settings.steps
     return inputs.trainer(run.settings, recipe, steps)
+
+
+def _late_trainer(run: Run, recipe: Recipe, inputs: Inputs) -> Trainer | None:
+    """Returns the trainer of the steps of `bf16_last`, not yet compiled, or None."""
+    last = run.settings.last_recipe(recipe)
+    return None if last == recipe else _trainer(run, last, inputs)
 
 
 def first_state(

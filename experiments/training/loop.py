@@ -45,6 +45,7 @@ class Loop:
       run: The run.
       recipe: The recipe.
       trainer: The recipe's trainer.
+      late_trainer: The trainer of the steps with BF16 matmuls at the end, if any.
       measure: A function that validates the state, and returns entries of a step's row.
       checkpoints: The recipe's checkpoints.
       logs: The logs of steps, of FP8 moments, and of reports of amax, saturation and
@@ -61,6 +62,7 @@ class Loop:
     run: Run
     recipe: Recipe
     trainer: Trainer
+    late_trainer: Trainer | None
     measure: Callable[[Trainer, TrainState], dict[str, float]]
     checkpoints: Checkpoints
     logs: Mapping[Log, RowLog | NoRows]
@@ -125,8 +127,9 @@ class Loop:
         limit = loss_limit(self._losses, self.run.settings.spike)
         every = self.run.settings.health_every
         reporting = every is not None and step % every == 0
+        trainer = self._trainer_of(step)
         # The first access to `reporting_step` compiles it, before the time is taken.
-        run_step = self.trainer.reporting_step if reporting else self.trainer.step
+        run_step = trainer.reporting_step if reporting else trainer.step
         started = time.perf_counter()
         self.state, measured = run_step(self.state, next(self.batches), limit)
         row = {"recipe": self.recipe, "step": step}
@@ -152,6 +155,15 @@ class Loop:
             self._write("health", {"recipe": self.recipe, "step": step} | report)
         self.progress.step = step
         return row
+
+    def _trainer_of(self, step: int) -> Trainer:
+        """Returns the trainer of a step, which is compiled."""
+        if self.late_trainer is None or step <= self.run.early_steps(self.recipe):
+            return self.trainer
+        if "compiled" not in vars(self.late_trainer):
+            tqdm.write(f"{self.recipe}, step {step}: matmuls in BF16 from here on")
+            _ = self.late_trainer.compiled
+        return self.late_trainer
 
     def _answer(self, step: int, problem: str, skip: str) -> str:
         """Prints and returns the reaction to a bad step: "skip" or "rollback".
@@ -208,7 +220,8 @@ class Loop:
         Returns:
           The reaction to results that are not finite; None if all are finite.
         """
-        results, reaction = self.measure(self.trainer, self.state), None
+        trainer = self._trainer_of(row["step"])
+        results, reaction = self.measure(trainer, self.state), None
         if bad := [f"{k} {v:.4g}" for k, v in results.items() if not math.isfinite(v)]:
             reaction = self._answer(row["step"], ", ".join(bad), "the training goes on")
         row |= results

@@ -49,6 +49,7 @@ def summarize(run: Run, token: str) -> dict[str, Any]:
         preset=run.settings.preset,
         sizes=run.settings.sizes,
         steps=run.steps,
+        bf16_last=run.settings.bf16_last,
         schedule_steps=run.schedule_steps,
         nats_per=token,
         recipes=recipes,
@@ -119,6 +120,8 @@ def table(summary: dict[str, Any]) -> Table:
     title = (
         f"{summary['preset']}, {summary['steps']} steps, {summary['device']['name']}"
     )
+    if last := summary["bf16_last"]:
+        title += f", the last {last:.0%} with BF16 matmuls"
     result = new_table(title, "", *summary["recipes"])
     first = next(iter(summary["recipes"]))
     nats = f"nats a {summary['nats_per']}"

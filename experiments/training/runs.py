@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from experiments.common.results import command_line, read_json, replace_file, write_json
-from experiments.training.checkpoints import Checkpoints
+from experiments.training.checkpoints import Checkpoints, Progress
 from experiments.training.checksums import file_checksum, value_checksum
 from experiments.training.rows import NoRows, RowLog, read_rows, rows_checksum
 from experiments.training.settings import Recipe, Settings
@@ -41,6 +41,8 @@ _NEWER_ENTRIES = {"schedule_steps", "files", "checksum"}
 # The settings that do not affect steps already done. A resumed run may also have more
 # steps.
 _CHANGEABLE = {"keep", "save_every", "bad_step", "spike", "health_every", "accumulate"}
+# A setting that may change until the first step that it is about.
+_CHANGEABLE |= {"bf16_last"}
 # The settings that are paths of inputs. `check_data` compares the inputs' hash.
 _PLACES = {"data", "test", "model"}
 
@@ -127,11 +129,17 @@ class Run:
         written by `record_changes`. The arguments are the arguments of `open`.
 
         Raises:
-          ValueError: If `open` raises it, if rows are damaged, or if a recipe has rows
-            but has lost its checkpoints.
+          ValueError: If `open` raises it, if rows are damaged, if a recipe has rows but
+            has lost its checkpoints, or if `overrides` change the recipe of a step that
+            is done.
         """
         run = cls.open(folder, overrides)
-        run._drop_unsaved_rows()
+        saved = {}
+        for recipe in run.settings.recipes:
+            with run.checkpoints(recipe) as checkpoints:
+                saved[recipe] = checkpoints.progress()
+        run._check_early_steps(saved)
+        run._drop_unsaved_rows(saved)
         return run
 
     @classmethod
@@ -241,17 +249,36 @@ class Run:
         writes = not self._follows and (log != "health" or reports)
         return RowLog(path, recipe) if writes else NoRows(path)
 
-    def _drop_unsaved_rows(self) -> None:
+    def early_steps(self, recipe: Recipe) -> int:
+        """Returns the number of a recipe's steps before `bf16_last` begins."""
+        return self.settings.early_steps(recipe, self.schedule_steps or 0)
+
+    def _check_early_steps(self, saved: Mapping[Recipe, Progress]) -> None:
+        """Raises ValueError if `bf16_last` has changed for a step that is done.
+
+        `saved` has the progress of each recipe's latest checkpoint.
+        """
+        before = type(self)(self.folder, self._record)
+        for recipe, progress in saved.items():
+            first = min(run.early_steps(recipe) for run in (self, before))
+            if self.settings.bf16_last != before.settings.bf16_last and (
+                progress.step > first
+            ):
+                raise ValueError(
+                    f"--bf16-last {self.settings.bf16_last} would change steps from "
+                    f"{first + 1} on, and {recipe} is at step {progress.step}"
+                )
+
+    def _drop_unsaved_rows(self, saved: Mapping[Recipe, Progress]) -> None:
         """Drops each recipe's rows after its latest checkpoint, from all logs.
+
+        Args:
+          saved: The progress of each recipe's latest checkpoint.
 
         Raises:
           ValueError: If earlier rows differ from the rows that were written, or a
             recipe has lost its checkpoints.
         """
-        saved = {}
-        for recipe in self.settings.recipes:
-            with self.checkpoints(recipe) as checkpoints:
-                saved[recipe] = checkpoints.progress()
         last = {recipe: progress.step for recipe, progress in saved.items()}
         for path in (self.folder / f"{log}.jsonl" for log in get_args(Log)):
             if path.name != _HEALTH:

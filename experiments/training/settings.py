@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from coat_jax.layers.recipes import RECIPES, Scaling
 from coat_jax.layers.recipes import RecipeName as Recipe
 from coat_jax.models import llama
-from experiments.common.optimizers import COAT_RECIPES
+from experiments.common.optimizers import COAT_RECIPES, without_fp8_matmuls
 from experiments.training.data import TokenDtype, Tokenizer
 from experiments.training.optimizer import OptimizerSettings
 from experiments.training.text import BYTES_VOCAB_SIZE
@@ -24,7 +24,7 @@ _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
 _POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every", "keep")
 _POSITIVE += ("health_every", "accumulate")
 SIZES = ("layers", "hidden", "intermediate", "heads", "kv_heads")
-_NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr")
+_NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr", "bf16_last")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,8 @@ class Settings(OptimizerSettings):
         use `optax.adamw`, which always rounds to nearest.
       scaling: The scales of gradients in recipes that have a choice: "just_in_time" or
         "delayed".
+      bf16_last: The part of the steps at the end in which recipes with FP8 matmuls
+        have BF16 matmuls: `te` becomes `bf16`, and the other recipes `coat_bf16`.
       minutes: The time budget of the first recipe, which may lower `steps`; None means
         no budget.
       seq_len: The number of tokens per sequence.
@@ -93,6 +95,7 @@ class Settings(OptimizerSettings):
     param_dtype: ParamDtype = "float32"
     rounding: Rounding = "nearest"
     scaling: Scaling = "just_in_time"
+    bf16_last: float = 0.0
     minutes: float | None = None
     seq_len: int
     accumulate: int = 1
@@ -145,6 +148,7 @@ class Settings(OptimizerSettings):
             _shape(self)
 
         self._check_release()
+        self._check_bf16_last()
         if self.spike is not None and not 1 < self.spike < math.inf:
             raise ValueError(f"spike must be above 1 and finite, got {self.spike}")
 
@@ -182,6 +186,33 @@ class Settings(OptimizerSettings):
                     f"release={self.release!r} needs {name}={value!r}, because no step "
                     f"has all gradients at once; got {getattr(self, name)!r}"
                 )
+
+    def _check_bf16_last(self) -> None:
+        """Raises ValueError if `bf16_last` is not a part, or has no effect."""
+        if not self.bf16_last:
+            return
+        if self.bf16_last >= 1:
+            raise ValueError(f"bf16_last must be below 1, got {self.bf16_last}")
+        if all(without_fp8_matmuls(recipe) == recipe for recipe in self.recipes):
+            raise ValueError(
+                "bf16_last needs a recipe with FP8 matmuls, got "
+                f"{', '.join(self.recipes)}"
+            )
+        if self.scaling != "just_in_time":
+            raise ValueError(
+                "bf16_last needs scaling='just_in_time', because BF16 matmuls record "
+                f"no scales; got {self.scaling!r}"
+            )
+
+    def last_recipe(self, recipe: Recipe) -> Recipe:
+        """Returns the recipe that the last step of a recipe's training has."""
+        return without_fp8_matmuls(recipe) if self.bf16_last else recipe
+
+    def early_steps(self, recipe: Recipe, steps: int) -> int:
+        """Returns how many of a training's `steps` come before `bf16_last` begins."""
+        if self.last_recipe(recipe) == recipe:
+            return steps
+        return steps - max(1, round(self.bf16_last * steps))
 
     @property
     def tokens_per_step(self) -> int:

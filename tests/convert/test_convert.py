@@ -189,6 +189,46 @@ def test_rules_choose_matmuls_by_path(rule):
     )
 
 
+def _of_nnx(convert):
+    graph, params = nnx.split(convert(Model(nnx.Rngs(0))))
+    return lambda params: nnx.merge(graph, params)(tokens()), params
+
+
+def _of_linen(convert):
+    params = LinenModel().init(jax.random.key(0), tokens())
+    return lambda params: convert(LinenModel()).apply(params, tokens()), params
+
+
+def _of_function(convert):
+    x, up, down = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(64, 128), (128, 512), (512, 128)])
+    )
+
+    def mlp(params, x):
+        return nn.gelu(x @ params["up"]) @ params["down"]
+
+    return lambda params: convert(mlp)(params, x), {"up": up, "down": down}
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("make", [_of_nnx, _of_linen, _of_function])
+def test_without_matmuls_blocks_keep_outputs_and_save_fp8(make):
+    plain, params = make(lambda model: model)
+    light, _ = make(functools.partial(coat.fp8, matmuls=()))
+    np.testing.assert_array_equal(*(compiled(fn, params) for fn in (light, plain)))
+    assert fp8_parameters(light, params) == set()
+    sizes = [saved_bytes(saved(fn, params)) for fn in (light, plain)]
+    assert sizes[0] < 0.55 * sizes[1]
+
+    def gradient(fn):
+        return flat(compiled(jax.grad(lambda params: loss(fn(params))), params))
+
+    actual, expected = gradient(light), gradient(plain)
+    difference = np.linalg.norm(actual - expected)
+    assert 0 < difference < 0.05 * np.linalg.norm(expected)
+
+
 def test_linen_model_keeps_paths_and_takes_methods():
     model = LinenModel()
     light = coat.fp8(model)

@@ -199,6 +199,10 @@ def test_blocks_of_an_equinox_model(method):
     one = coat.fp8(plain, blocks="layers/1", matmuls=".*/up/weight")
     (row,) = (row for row in coat.fp8_report(one, X).rows if row.converted)
     assert (row.block, row.parameter) == ("layers/1", "up/weight")
+    none = coat.fp8(plain, matmuls=[])
+    assert not any(row.converted for row in coat.fp8_report(none, X).rows)
+    np.testing.assert_array_equal(none(X), plain(X))
+    nearly(none, plain)
 
 
 def test_a_stack_of_an_equinox_model_is_named():

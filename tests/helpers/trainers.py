@@ -16,7 +16,7 @@ from experiments.training.trainer import Trainer
 # Settings that no trainer reads.
 _OF_RUNS = {"recipes": ("bf16",), "data": (), "save_every": 1, "keep": 1, "steps": 1}
 _OF_RUNS |= {"eval_every": 1, "eval_batches": 1, "spike": None, "minutes": None}
-_OF_RUNS |= {"health_every": None}
+_OF_RUNS |= {"health_every": None, "bf16_last": 0.0}
 
 
 @functools.cache

@@ -116,7 +116,7 @@ class Programs(NamedTuple):
       step: A function of a state, all windows and their order that returns the next
         state and the loss. The state is donated.
       late_step: The function for the steps of the variant's late recipe, if it has one.
-      early_steps: The number of steps of a training before those of `late_step`.
+      early_steps: The number of steps of a training before `late_step` runs.
       losses: Functions of float32 parameters, all windows and a batch's first row that
         return the batch's loss: "own" with the variant's forward pass, and "in_bf16"
         with `bf16`'s.

@@ -81,15 +81,12 @@ class Variant:
 
     @property
     def forward(self) -> Forward:
-        """The precisions of the model's forward and backward passes in the first steps.
-
-        They are those of all steps, unless there is a `late` recipe.
-        """
+        """The precisions of the model's passes, except in steps of a `late` recipe."""
         return Forward(self.recipe, self.ends or self.recipe, self.head)
 
     @property
     def last_forward(self) -> Forward:
-        """The precisions of the forward and backward passes in the last steps."""
+        """The precisions of the model's passes in the last step."""
         if self.late is None:
             return self.forward
         return Forward(self.late.recipe, self.late.recipe, self.head)
