@@ -297,6 +297,31 @@ def test_differences_are_between_ends_of_the_same_shared_steps(tmp_path, monkeyp
     assert seeds == {"again": 1, "moments": 1}
 
 
+def test_a_late_recipe_has_the_last_steps():
+    variant = variants.VARIANTS["coat_last_20"]
+    assert variant.late_steps(10) == 2
+    assert variant.forward.recipe == variants.RECIPES["coat"]
+    assert variant.last_forward.recipe == variants.RECIPES["coat_bf16"]
+    assert variants.VARIANTS["coat"].late_steps(10) == 0
+    steps = []
+
+    def step(name):
+        return lambda state, *_: (state, steps.append(name) or jnp.float32(0))
+
+    programs = training.Programs(
+        init=lambda seed: 0,
+        begin=None,
+        step=step("early"),
+        late_step=step("late"),
+        early_steps=10 - variant.late_steps(10),
+        losses={},
+    )
+    args = program._parser().parse_args(["--preset", "tiny", "--steps", "10"])
+    arguments = program.setup_of(args), programs, 0, np.zeros((4, 17), np.uint16)
+    training._after(*arguments, lambda _: None, 0, range(10))
+    assert steps == ["early"] * 8 + ["late"] * 2
+
+
 @pytest.mark.slow
 def test_variants_go_on_from_their_references_state():
     """A reference that starts from its own saved state ends as if uninterrupted."""
