@@ -43,8 +43,9 @@ def with_quantized_state(
     Each step reads the averages as float32, calls `inner`, and stores the averages
     quantized: 1.04 bytes per element for each average instead of 4. For optax's own
     transformations (Adam, AdamW, Lion, Muon, SGD with momentum, RMSProp, AdaBelief,
-    AdEMAMix, Adan, ADOPT, LAMB and wrappers of them), it is known which fields are
-    averages and how to store them. For others, name the fields in `moments`.
+    AdEMAMix, Adan, Adamax, AMSGrad, ADOPT, LAMB and wrappers of them), it is known
+    which fields are averages and how to store them. For others, name the fields in
+    `moments`.
     Counts, keys and copies of parameters are not quantized.
 
     An average follows the same average in float32: codes are rounded stochastically, so
@@ -56,7 +57,9 @@ def with_quantized_state(
     The noise of a first moment grows with the steps that it averages over. If gradients
     have a mean of zero, its relative error is 4% for a decay of 0.9, 13% for 0.99 and
     42% for 0.999. So the slow average of AdEMAMix stays in float32, and so do the
-    averages of centered RMSProp, which subtracts one from the other.
+    averages of centered RMSProp, which subtracts one from the other. AMSGrad's second
+    moment stays in float32, because a maximum of rounded averages grows with the steps. The
+    maximum itself is in 8 bits.
 
     Args:
       inner: Any transformation with a state that has the parameters' structure.

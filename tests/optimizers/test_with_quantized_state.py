@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "adam": (lambda: optax.adam(1e-2), 2),
     "adabelief": (lambda: optax.adabelief(1e-2), 2),
     "adadelta": (lambda: optax.adadelta(1e-2), 2),
+    "adamax": (lambda: optax.adamax(1e-2), 2),
     "adan": (lambda: optax.adan(1e-2), 3),
     "adopt": (lambda: optax.chain(optax.contrib.adopt(1e-2)), 2),
     "ademamix": (lambda: optax.contrib.ademamix(1e-2), 2),
