@@ -58,8 +58,8 @@ def with_quantized_state(
     have a mean of zero, its relative error is 4% for a decay of 0.9, 13% for 0.99 and
     42% for 0.999. So the slow average of AdEMAMix stays in float32, and so do the
     averages of centered RMSProp, which subtracts one from the other. AMSGrad's second
-    moment stays in float32, because a maximum of rounded averages grows with the steps. The
-    maximum itself is in 8 bits.
+    moment stays in float32, because a maximum of rounded averages grows with the steps.
+    The maximum itself is in 8 bits.
 
     Args:
       inner: Any transformation with a state that has the parameters' structure.
@@ -90,7 +90,8 @@ def with_quantized_state(
     Warns:
       UserWarning: If a field of the state has the parameters' shapes, but is neither
         known nor named in `moments`; or if a known average has other shapes than the
-        parameters, as in `optax.contrib.galore`. The field is not quantized.
+        parameters, as in `optax.contrib.galore` and `optax.flatten`. The field is not
+        quantized.
 
     Examples:
       >>> import coat_jax as coat, jax.numpy as jnp, optax

@@ -229,6 +229,17 @@ def test_averages_of_projected_gradients_stay_as_they_are_with_a_warning():
     assert len(quantized_leaves(inside.init({"w": jnp.ones((512, 512))}))) == 2
 
 
+def test_averages_of_flattened_gradients_stay_as_they_are_with_a_warning():
+    adam = optax.scale_by_adam()
+    with pytest.warns(UserWarning, match=r"shapes of .*\.mu, .*\.nu are not"):
+        updates, state = stepped(coat.with_quantized_state(optax.flatten(adam)), 1)
+    expected, _ = stepped(adam, 1)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
+    assert not quantized_leaves(state)
+    inside = optax.flatten(coat.with_quantized_state(adam))
+    assert len(quantized_leaves(inside.init(PARAMS))) == 2
+
+
 def test_an_average_that_does_not_start_at_zero_is_refused():
     saved = {"speed": coat.Moment(), "anchor": None}
     with pytest.raises(ValueError, match=r"\.speed.*does not start at zero"):
