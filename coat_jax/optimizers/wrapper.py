@@ -84,8 +84,9 @@ def with_quantized_state(
       ValueError: If an option is invalid. `init` raises it if `moments` names a field
         that the state does not have or that does not start at zero, and for complex
         parameters. `update` raises it for gradients that are not floating or have
-        another shape than their moments, and for a state that was made with other
-        options.
+        another shape than their moments, for a state that was made with other options,
+        and for an `inner` with updates in another structure than the gradients, such as
+        `optax.lookahead`.
 
     Warns:
       UserWarning: If a field of the state has the parameters' shapes, but is neither
@@ -134,8 +135,20 @@ def with_quantized_state(
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         before = dequantized(state.inner_state, state.layout)
         results, after = inner.update(wide, before, params, **extra_args)
+        _check_results(results, updates)
         results = jax.tree.map(lambda u, g: u.astype(g.dtype), results, updates)
         after = quantized(after, state.inner_state, state.layout, state.rounding_step)
         return boxed(results, given), next_state(state, after, given)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_results(results: optax.Updates, updates: optax.Updates) -> None:
+    """Raises ValueError unless updates have the structure of gradients."""
+    kinds = [type(tree).__name__ for tree in (updates, results)]
+    if jax.tree.structure(results) != jax.tree.structure(updates):
+        raise ValueError(
+            "updates must have the structure of gradients, got a {1} for a {0}. Put "
+            "what changes it, as optax.lookahead, around: optax.lookahead("
+            "coat.with_quantized_state(...), ...)".format(*kinds)
+        )

@@ -240,6 +240,15 @@ def test_averages_of_flattened_gradients_stay_as_they_are_with_a_warning():
     assert len(quantized_leaves(inside.init(PARAMS))) == 2
 
 
+@pytest.mark.filterwarnings("ignore:shapes of")
+def test_updates_of_another_structure_are_refused():
+    tx = coat.with_quantized_state(optax.lookahead(optax.adam(1e-2), 2, 0.5))
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    message = "got a LookaheadParams for a dict. Put .* around: optax.lookahead"
+    with pytest.raises(ValueError, match=message):
+        tx.update(gradients(0), tx.init(params), params)
+
+
 def test_an_average_that_does_not_start_at_zero_is_refused():
     saved = {"speed": coat.Moment(), "anchor": None}
     with pytest.raises(ValueError, match=r"\.speed.*does not start at zero"):
