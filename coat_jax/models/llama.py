@@ -13,7 +13,13 @@ from coat_jax.layers.decoder import DecoderLayer, LayerKind
 from coat_jax.layers.experts.routing import Experts, Routing, updated_bias
 from coat_jax.meshes import embedded, on_explicit_tokens
 from coat_jax.models.llama_config import CONFIGS, LlamaConfig
-from coat_jax.models.loss import check_shapes, logits, token_shares, weighted_loss
+from coat_jax.models.loss import (
+    check_shapes,
+    comparable,
+    logits,
+    token_shares,
+    weighted_loss,
+)
 from coat_jax.release.layers import scan_layers
 from pallas_kernels.dispatch import array_types
 
@@ -99,7 +105,7 @@ class Llama(nnx.Module):
         context, axes = self.config.context, (self.config.batch_axes, None)
         if context is not None:
             axes = context.batch_axes, context.axis
-        x = embedded(self.embedding[...], tokens, *axes)
+        x = embedded(self.embedding[...], comparable(tokens), *axes)
         x = x.astype(self.config.dtype)
         # Gemma rounds the factor to the dtype of the computation.
         scale = jnp.asarray(self.config.embedding_scale, x.dtype)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,14 +55,13 @@ weighted_loss.defvjp(_weighted_loss_fwd, _weighted_loss_bwd)
 def check_shapes(tokens: Int[Array, "b s"], **arrays: Array | None) -> None:
     """Raises ValueError unless each array is None or has the shape of `tokens`.
 
-    `tokens` must be integers, with two axes and at least one token.
+    `tokens` must be integers, with two axes and at least one token. An array that is
+    named `targets` must be integers, too.
     """
-    is_integer = isinstance(tokens, jax.Array | np.ndarray) and jnp.issubdtype(
-        tokens.dtype, jnp.integer
-    )
-    if not is_integer:
-        kind = getattr(tokens, "dtype", type(tokens).__name__)
-        raise ValueError(f"tokens must be an array of integers [b, s], got {kind}")
+    for name, array in (("tokens", tokens), ("targets", arrays.get("targets"))):
+        if array is not None and not _is_integer(array):
+            kind = getattr(array, "dtype", type(array).__name__)
+            raise ValueError(f"{name} must be an array of integers [b, s], got {kind}")
     if tokens.ndim != 2 or not tokens.size:
         raise ValueError(
             "tokens must have the shape [b, s] and at least one token, got "
@@ -75,6 +75,20 @@ def check_shapes(tokens: Int[Array, "b s"], **arrays: Array | None) -> None:
             )
 
 
+def _is_integer(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array | np.ndarray)
+    return is_array and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def comparable(tokens: Int[Array, "b s"]) -> Int[Array, "b s"]:
+    """Returns tokens in a dtype that has all numbers of a vocabulary.
+
+    JAX would wrap the number 256 around to 0, to compare it with tokens in uint8, and
+    refuses tokens in int8 as indices of 128 rows or more.
+    """
+    return tokens if tokens.dtype.itemsize >= 4 else tokens.astype(jnp.int32)
+
+
 def token_shares(
     targets: Int[Array, "b s"], weights: Array | None, vocab_size: int
 ) -> Float[Array, "b s"]:
@@ -83,6 +97,7 @@ def token_shares(
     Without weights all tokens count alike. If all weights are zero, all shares are
     zero. A target outside the vocabulary has the share NaN unless its weight is zero.
     """
+    targets = comparable(targets)
     outside = (targets < 0) | (targets >= vocab_size)
     if weights is None:
         shares = jnp.full(targets.shape, 1 / targets.size, jnp.float32)

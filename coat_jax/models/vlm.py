@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax.models import llama, vit
 from coat_jax.models.llama import Llama, LlamaConfig
-from coat_jax.models.loss import check_shapes
+from coat_jax.models.loss import check_shapes, comparable
 from coat_jax.models.vit import Vit, VitConfig
 from pallas_kernels.checks import check_positive
 
@@ -156,7 +156,7 @@ class VisionLanguageModel(nnx.Module):
                 f"images of tokens [b, s] must have embeddings [b, n, {size}], got "
                 f"{list(shape)} for tokens {list(tokens.shape)}"
             )
-        is_image = tokens == self.config.image_token
+        is_image = comparable(tokens) == self.config.image_token
         which = jnp.cumsum(is_image, axis=1) - 1
         of_images = jnp.take_along_axis(
             image_embeddings,

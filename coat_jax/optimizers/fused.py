@@ -111,7 +111,9 @@ def requested_update(
     if is_applied and not any(is_applied) and not request.is_part:
         reason = "no fp8_adamw was reached: there is none, or what is around it hands "
         raise NotFusedError(
-            _refusal(reason + "no extra arguments on (optax.MultiSteps)")
+            _refusal(
+                reason + "no extra arguments on (optax.MultiSteps, optax.lookahead)"
+            )
         )
 
     def apply(param, update):

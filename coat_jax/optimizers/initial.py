@@ -133,7 +133,7 @@ def _of_other_shapes(
         for path, leaf in leaves
         if field_of(path, leaf.shape, params, fields)[0] is None
     }
-    return [f for f in moments if any((*f, *place) in strange for place in params)]
+    return [f for f in moments if any(path[: len(f)] == f for path in strange)]
 
 
 def _averages_of_ratios(
@@ -329,9 +329,10 @@ def _warn_of_shapes(names: Sequence[str]) -> None:
     """Warns about known averages, which are not quantized for their shapes."""
     warnings.warn(
         f"shapes of {', '.join(names)} are not the parameters', as for averages of "
-        "projected gradients, so that they stay as they are. Quantize the state of the "
-        "transformation that averages, as in optax.contrib.scale_by_galore("
-        "base_optimizer=coat.with_quantized_state(optax.scale_by_adam()))",
+        "projected or flattened gradients, so that they stay as they are. Quantize the "
+        "state of the transformation that averages, as in optax.contrib."
+        "scale_by_galore(base_optimizer=coat.with_quantized_state(optax.scale_by_adam()"
+        "))",
         stacklevel=4,
     )
 

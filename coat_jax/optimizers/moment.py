@@ -80,7 +80,8 @@ KNOWN: Mapping[str, Mapping[str, Moment | None]] = {
     "ScaleByRStdDevState": {"mu": None, "nu": None},
     "ScaleByRStdDevWithCountState": {"mu": None, "nu": None},
     "ScaleByAdamState": {"mu": over_root("nu"), "nu": SQUARES},
-    "ScaleByAmsgradState": {"mu": over_root("nu"), "nu": SQUARES, "nu_max": None},
+    # A maximum over the steps of codes' noise grows, so that updates would shrink.
+    "ScaleByAmsgradState": {"mu": over_root("nu"), "nu": None, "nu_max": SQUARES},
     "ScaleByBeliefState": {"mu": over_root("nu"), "nu": SQUARES},
     "ScaleByAdemamixState": {
         "m1": over_root("nu"),

@@ -43,8 +43,9 @@ def with_quantized_state(
     Each step reads the averages as float32, calls `inner`, and stores the averages
     quantized: 1.04 bytes per element for each average instead of 4. For optax's own
     transformations (Adam, AdamW, Lion, Muon, SGD with momentum, RMSProp, AdaBelief,
-    AdEMAMix, Adan, ADOPT, LAMB and wrappers of them), it is known which fields are
-    averages and how to store them. For others, name the fields in `moments`.
+    AdEMAMix, Adan, Adamax, AMSGrad, ADOPT, LAMB and wrappers of them), it is known
+    which fields are averages and how to store them. For others, name the fields in
+    `moments`.
     Counts, keys and copies of parameters are not quantized.
 
     An average follows the same average in float32: codes are rounded stochastically, so
@@ -56,7 +57,9 @@ def with_quantized_state(
     The noise of a first moment grows with the steps that it averages over. If gradients
     have a mean of zero, its relative error is 4% for a decay of 0.9, 13% for 0.99 and
     42% for 0.999. So the slow average of AdEMAMix stays in float32, and so do the
-    averages of centered RMSProp, which subtracts one from the other.
+    averages of centered RMSProp, which subtracts one from the other. AMSGrad's second
+    moment stays in float32, because a maximum of rounded averages grows with the steps.
+    The maximum itself is in 8 bits.
 
     Args:
       inner: Any transformation with a state that has the parameters' structure.
@@ -81,13 +84,15 @@ def with_quantized_state(
       ValueError: If an option is invalid. `init` raises it if `moments` names a field
         that the state does not have or that does not start at zero, and for complex
         parameters. `update` raises it for gradients that are not floating or have
-        another shape than their moments, and for a state that was made with other
-        options.
+        another shape than their moments, for a state that was made with other options,
+        and for an `inner` with updates in another structure than the gradients, such as
+        `optax.lookahead`.
 
     Warns:
       UserWarning: If a field of the state has the parameters' shapes, but is neither
         known nor named in `moments`; or if a known average has other shapes than the
-        parameters, as in `optax.contrib.galore`. The field is not quantized.
+        parameters, as in `optax.contrib.galore` and `optax.flatten`. The field is not
+        quantized.
 
     Examples:
       >>> import coat_jax as coat, jax.numpy as jnp, optax
@@ -130,8 +135,20 @@ def with_quantized_state(
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         before = dequantized(state.inner_state, state.layout)
         results, after = inner.update(wide, before, params, **extra_args)
+        _check_results(results, updates)
         results = jax.tree.map(lambda u, g: u.astype(g.dtype), results, updates)
         after = quantized(after, state.inner_state, state.layout, state.rounding_step)
         return boxed(results, given), next_state(state, after, given)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_results(results: optax.Updates, updates: optax.Updates) -> None:
+    """Raises ValueError unless updates have the structure of gradients."""
+    kinds = [type(tree).__name__ for tree in (updates, results)]
+    if jax.tree.structure(results) != jax.tree.structure(updates):
+        raise ValueError(
+            "updates must have the structure of gradients, got a {1} for a {0}. Put "
+            "what changes it, as optax.lookahead, around: optax.lookahead("
+            "coat.with_quantized_state(...), ...)".format(*kinds)
+        )

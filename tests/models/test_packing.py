@@ -146,6 +146,20 @@ def test_targets_outside_the_vocabulary_need_the_weight_zero(target):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(np.uint8, 256), (np.int8, 128)])
+def test_tokens_of_any_integers_have_one_loss(dtype, size):
+    config = small_models.config(recipe="bf16", vocab_size=size)
+    model, ids = llama.Llama(config, rngs=nnx.Rngs(0)), tokens()
+    actual = llama.cross_entropy(model, ids.astype(dtype), ids.astype(dtype))
+    assert actual == llama.cross_entropy(model, ids, ids)
+
+
+def test_targets_that_are_no_integers_are_named():
+    model = nnx.merge(*split("bf16"))
+    with pytest.raises(ValueError, match=r"targets must be .* integers .* got float32"):
+        llama.cross_entropy(model, tokens(), tokens().astype(np.float32))
+
+
 @pytest.mark.parametrize("shape", [(4,), (1, 1, 4), (0, 4), (1, 0)])
 def test_tokens_that_are_no_sequences_are_named(shape):
     model, zeros = nnx.merge(*split("bf16")), jnp.zeros(shape, jnp.int32)

@@ -158,6 +158,42 @@ def test_noise_of_a_first_moment_grows_with_its_decay(decay, error):
     assert actual == pytest.approx(error, rel=0.15)
 
 
+def updates_with_maxima(name, grads):
+    """Computes the last update of AMSGrad or Adamax in float64."""
+    mu = nu = largest = np.zeros(grads.shape[1:])
+    for step, g in enumerate(grads.astype(np.float64), 1):
+        mu = 0.9 * mu + 0.1 * g
+        if name == "amsgrad":
+            nu = 0.999 * nu + 0.001 * g**2
+            largest = np.maximum(largest, nu / (1 - 0.999**step))
+        else:
+            nu = np.maximum(np.abs(g) + 1e-8, 0.999 * nu)
+    divisor = np.sqrt(largest) + 1e-8 if name == "amsgrad" else nu
+    return mu / (1 - 0.9**step) / divisor
+
+
+@pytest.mark.parametrize(("name", "error"), [("amsgrad", 0.04), ("adamax", 0.06)])
+@pytest.mark.parametrize("steps", [50, 1000, slow(5000)])
+def test_maxima_over_steps_do_not_grow_by_noise(steps, name, error):
+    tx = coat.with_quantized_state(getattr(optax, f"scale_by_{name}")())
+    size = jnp.exp(jax.random.normal(jax.random.key(9), SHAPE))
+
+    def step(state, i):
+        g = size * jax.random.normal(jax.random.fold_in(jax.random.key(1), i), SHAPE)
+        update, state = tx.update(g, state)
+        return state, (g, update)
+
+    run = jax.jit(
+        lambda state: jax.lax.scan(step, state, jnp.arange(steps))[1],
+        compiler_options=OPTIMIZED,
+    )
+    grads, updates = map(np.asarray, run(tx.init(jnp.zeros(SHAPE))))
+    expected = updates_with_maxima(name, grads)
+    actual, square = updates[-1], np.sum(expected**2)
+    assert np.sum(actual * expected) / square == pytest.approx(1, abs=0.01)
+    assert np.linalg.norm(actual - expected) < error * np.sqrt(square)
+
+
 def test_log8_is_as_near():
     mean, error, _ = ratios("stationary", 0.999, steps=1000, nu_format=coat.LOG8)
     assert mean == pytest.approx(1, abs=0.02)

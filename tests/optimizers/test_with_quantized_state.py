@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "adam": (lambda: optax.adam(1e-2), 2),
     "adabelief": (lambda: optax.adabelief(1e-2), 2),
     "adadelta": (lambda: optax.adadelta(1e-2), 2),
+    "adamax": (lambda: optax.adamax(1e-2), 2),
     "adan": (lambda: optax.adan(1e-2), 3),
     "adopt": (lambda: optax.chain(optax.contrib.adopt(1e-2)), 2),
     "ademamix": (lambda: optax.contrib.ademamix(1e-2), 2),
@@ -226,6 +227,26 @@ def test_averages_of_projected_gradients_stay_as_they_are_with_a_warning():
     assert not quantized_leaves(state)
     inside = projected(coat.with_quantized_state(adam))
     assert len(quantized_leaves(inside.init({"w": jnp.ones((512, 512))}))) == 2
+
+
+def test_averages_of_flattened_gradients_stay_as_they_are_with_a_warning():
+    adam = optax.scale_by_adam()
+    with pytest.warns(UserWarning, match=r"shapes of .*\.mu, .*\.nu are not"):
+        updates, state = stepped(coat.with_quantized_state(optax.flatten(adam)), 1)
+    expected, _ = stepped(adam, 1)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
+    assert not quantized_leaves(state)
+    inside = optax.flatten(coat.with_quantized_state(adam))
+    assert len(quantized_leaves(inside.init(PARAMS))) == 2
+
+
+@pytest.mark.filterwarnings("ignore:shapes of")
+def test_updates_of_another_structure_are_refused():
+    tx = coat.with_quantized_state(optax.lookahead(optax.adam(1e-2), 2, 0.5))
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    message = "got a LookaheadParams for a dict. Put .* around: optax.lookahead"
+    with pytest.raises(ValueError, match=message):
+        tx.update(gradients(0), tx.init(params), params)
 
 
 def test_an_average_that_does_not_start_at_zero_is_refused():
