@@ -34,7 +34,12 @@ from experiments.bench.model_step import (
 from experiments.bench.predictions import estimate
 from experiments.common import tables
 from experiments.common.layer_cases import PLAIN
-from experiments.common.programs import new_parser, results_path, rows_to_join
+from experiments.common.programs import (
+    new_parser,
+    positive_int,
+    results_path,
+    rows_to_join,
+)
 from experiments.common.results import (
     Bar,
     default_path,
@@ -151,7 +156,7 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument
     default = [part for part in _PARTS if part not in (*_ON_ONE_H200, "two")]
     add("--only", nargs="+", choices=_PARTS, default=default, metavar="PART")
-    add("--steps", type=int, default=6, help="timed, after two that are not")
+    add("--steps", type=positive_int, default=6, help="timed, after two that are not")
     add(
         "--out",
         type=results_path,
