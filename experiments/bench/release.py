@@ -39,6 +39,7 @@ from experiments.common.programs import (
     positive_int,
     results_path,
     rows_to_join,
+    usage_errors,
 )
 from experiments.common.results import (
     Bar,
@@ -133,7 +134,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     top = parser()
     args = top.parse_args(argv)
     if args.predict:
-        predict_again(args.out)
+        if not args.out.exists():
+            top.error(f"--predict needs a results file, and there is no {args.out}")
+        with usage_errors(top):
+            predict_again(args.out)
         return
     # This process only reads the device's name; measurements run in others.
     take_memory(at_once=False)

@@ -78,9 +78,12 @@ def results_path(text: str) -> Path:
 
     Raises:
       argparse.ArgumentTypeError: If the name does not end in .json, as a figure next to
-        the file could then replace it, or if no file can be written there.
+        the file could then replace it; if a folder is there; or if no file can be
+        written there.
     """
     path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"a results file is no folder, got {text!r}")
     if path.suffix != ".json":
         raise argparse.ArgumentTypeError(f"a results file ends in .json, got {text!r}")
     folder = next(folder for folder in path.absolute().parents if folder.exists())

@@ -1,9 +1,13 @@
 """Tests that benchmarks refuse sizes and counts that make no sense, in one line."""
 
+import argparse
 import importlib
 import sys
 
 import pytest
+
+from experiments.common.programs import results_path
+from experiments.studies import made_up
 
 _COUNT = "must be a positive integer, got"
 _NUMBER = "must be a positive, finite number, got"
@@ -36,7 +40,10 @@ _HEADS = "the number of heads, must be a multiple of kv_heads, got"
         ("bench.release", "--steps 0", f"--steps: {_COUNT} '0'"),
         ("bench.starts", "--layers 0", f"--layers: {_COUNT} '0'"),
         ("bench.trainer", "--gpus 0", f"--gpus: {_COUNT} '0'"),
+        ("bench.release", "--predict", "--predict needs a results file, and there is"),
         ("kernels.tune", "--shapes 1,2", "--shapes: must be 3 sizes, got '1,2'"),
+        ("studies.finetune_large", "--preset abc", "invalid choice: 'abc'"),
+        ("studies.finetune_large", "--steps 0", f"--steps: {_COUNT} '0'"),
         ("rewrites.rewrites", "--programs 0", f"--programs: {_COUNT} '0'"),
     ],
 )
@@ -55,3 +62,18 @@ def test_benchmarks_refuse_sizes_in_one_line(
     assert error.count("\n") == 1
     assert message in error
     assert not out.exists()
+
+
+def test_a_results_file_is_no_folder(tmp_path):
+    folder = tmp_path / "results.json"
+    folder.mkdir()
+    with pytest.raises(argparse.ArgumentTypeError, match="a results file is no folder"):
+        results_path(str(folder))
+
+
+def test_a_folder_with_files_is_no_place_for_a_made_up_model(tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(SystemExit):
+        made_up.main([str(tmp_path), "--preset", "124m"])
+    error = capsys.readouterr().err
+    assert error.startswith("error: the folder to write must be new or empty, got")
