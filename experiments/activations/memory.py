@@ -24,7 +24,12 @@ from coat_jax.remat.report import ResidualReport
 from experiments.activations import operations
 from experiments.common.layer_cases import CASES, TARGET_UNITS, Shape
 from experiments.common.paper import saved_units
-from experiments.common.programs import new_parser, results_path
+from experiments.common.programs import (
+    new_parser,
+    positive_int,
+    results_path,
+    usage_errors,
+)
 from experiments.common.results import Bar, default_path, write_results
 
 Row = dict[str, Any]
@@ -33,8 +38,10 @@ _LAYERS = 2
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program with the arguments `argv`, by default the command line's."""
-    args = parser().parse_args(argv)
-    shape = shape_of(args)
+    top = parser()
+    args = top.parse_args(argv)
+    with usage_errors(top):
+        shape = shape_of(args)
     console = Console(width=120)
     reports = case_reports(shape)
     if args.details:
@@ -58,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         ("batch", 4),
         ("seq", 2048),
     ):
-        top.add_argument(f"--{name}", type=int, default=default)
+        top.add_argument(f"--{name}", type=positive_int, default=default)
     top.add_argument("--details", action="store_true", help="list every array")
     out = default_path("activation_memory")
     top.add_argument(

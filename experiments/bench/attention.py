@@ -27,7 +27,12 @@ from tqdm import tqdm
 
 import pallas_kernels
 from experiments.common import results, tables
-from experiments.common.programs import new_parser, results_path, rows_to_join
+from experiments.common.programs import (
+    new_parser,
+    positive_int,
+    results_path,
+    rows_to_join,
+)
 from experiments.common.results import Bar, default_path
 from experiments.common.tables import Column
 from experiments.common.timing import Program, add_turns, timed, turns_of
@@ -112,10 +117,18 @@ def main() -> None:
     parser = new_parser("experiments.bench.attention", __doc__)
     add = parser.add_argument
     add("--head-dims", type=int, nargs="+", choices=_HEADS, default=list(_HEADS))
-    add("--seqs", type=int, nargs="+", default=[2048, 4096])
-    add("--windows", type=int, nargs="*", default=[1024], help="of windowed cases")
-    add("--documents", type=int, nargs="*", default=[8], help="of packed cases")
-    add("--batch", type=int, default=4)
+    add("--seqs", type=positive_int, nargs="+", default=[2048, 4096])
+    add(
+        "--windows",
+        type=positive_int,
+        nargs="*",
+        default=[1024],
+        help="of windowed cases",
+    )
+    add(
+        "--documents", type=positive_int, nargs="*", default=[8], help="of packed cases"
+    )
+    add("--batch", type=positive_int, default=4)
     add("--default-tiles", action="store_true", help="time no other tiles")
     add_turns(parser)
     parser.set_defaults(calls=5, round_s=0.1)

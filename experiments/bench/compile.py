@@ -25,7 +25,13 @@ from tqdm import tqdm
 
 from experiments.bench import compile_case
 from experiments.common import sm90, tables
-from experiments.common.programs import new_parser, results_path
+from experiments.common.layer_cases import Shape
+from experiments.common.programs import (
+    new_parser,
+    positive_int,
+    results_path,
+    usage_errors,
+)
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import Column
 from experiments.common.tables import bars as bars_table
@@ -44,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if why := sm90.missing():
         top.error(why)
     sizes = compile_case.sizes(args)
+    with usage_errors(top):
+        Shape(**sizes)
     cases = [
         {"gpus": gpus, "layers": layers, "case": case}
         for gpus in args.gpus
@@ -66,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     names = list(compile_case.CASES)
     add("--cases", nargs="+", choices=names, default=names, metavar="CASE")
     add("--gpus", nargs="+", type=int, choices=(1, 2), default=[1, 2])
-    add("--layers", nargs="+", type=int, default=[4, _LAYERS])
+    add("--layers", nargs="+", type=positive_int, default=[4, _LAYERS])
     compile_case.add_sizes(top)
     add("--out", type=results_path, default=default_path("bench_compile"))
     return top

@@ -32,6 +32,7 @@ from experiments.bench import foreign
 from experiments.common import sm90
 from experiments.common.layer_cases import Shape
 from experiments.common.meshes import placed
+from experiments.common.programs import positive_int
 from experiments.common.timing import OPTIONS
 from pallas_kernels.dispatch import devices
 
@@ -61,7 +62,9 @@ _PACKAGES = ("coat_jax", "pallas_kernels")
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Adds the options for a layer's sizes to a command line parser."""
     for name, default in _SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=positive_int, default=default
+        )
 
 
 def sizes(args: argparse.Namespace) -> dict[str, int]:

@@ -31,6 +31,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any
 
+from flax import nnx
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -48,7 +49,14 @@ from experiments.bench.model_step import (
 from experiments.common import results, tables
 from experiments.common.layer_cases import CASES, PLAIN
 from experiments.common.paper import TABLE_7, TABLE_7_COLUMNS
-from experiments.common.programs import new_parser, results_path, rows_to_join
+from experiments.common.programs import (
+    new_parser,
+    positive_float,
+    positive_int,
+    results_path,
+    rows_to_join,
+    usage_errors,
+)
 from experiments.common.results import (
     Bar,
     default_path,
@@ -95,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = {name: getattr(args, name) for name in _sizes()}
     sizes = {name: size for name, size in sizes.items() if size is not None}
     model = dataclasses.replace(ModelSize.of(args.preset), **sizes)
+    config = model.config(CASES["bf16"])
+    with usage_errors(top):
+        nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
     if llama.CONFIGS[args.preset].experts and model.preset != args.preset:
         top.error(f"{args.preset} has experts, and only --layers and --seq change it")
     # This process only reads the device's name for the results file. The memory is for
@@ -124,16 +135,24 @@ def parser() -> argparse.ArgumentParser:
     top = new_parser("experiments.bench.e2e", __doc__)
     add = top.add_argument
     add("--cases", nargs="+", choices=_CASES, default=_DEFAULT, metavar="CASE")
-    add("--batch", type=int, nargs="+", default=[1, 2, 4, 8], metavar="B")
-    add("--gpus", type=int, nargs="+", default=[1], metavar="N")
-    add("--context", type=int, nargs="+", default=[1], metavar="N")
-    add("--expert", type=int, nargs="+", default=[1], metavar="N")
-    add("--buffer", type=float, help="limits the rows of experts; see llama.Experts")
-    add("--steps", type=int, default=6, help="timed, after two that are not")
+    add("--batch", type=positive_int, nargs="+", default=[1, 2, 4, 8], metavar="B")
+    add("--gpus", type=positive_int, nargs="+", default=[1], metavar="N")
+    add("--context", type=positive_int, nargs="+", default=[1], metavar="N")
+    add("--expert", type=positive_int, nargs="+", default=[1], metavar="N")
+    add(
+        "--buffer",
+        type=positive_float,
+        help="limits the rows of experts; see llama.Experts",
+    )
+    add("--steps", type=positive_int, default=6, help="timed, after two that are not")
     presets = "the model's sizes (llama2-7b)"
     add("--preset", choices=llama.CONFIGS, default="llama2-7b", help=presets)
     for name in _sizes():
-        add(f"--{name.replace('_', '-')}", type=int, help="the preset's by default")
+        add(
+            f"--{name.replace('_', '-')}",
+            type=positive_int,
+            help="the preset's by default",
+        )
     add("--xla-flags", default="", metavar="FLAGS", help="more of XLA_FLAGS")
     out = default_path("bench_e2e")
     add("--out", type=results_path, default=out, help="rows are added")

@@ -44,7 +44,13 @@ from experiments.common.foreign_layers import (
 )
 from experiments.common.layer_cases import CASES as LAYER_CASES
 from experiments.common.layer_cases import Shape, layer, normal, random_params, shape_of
-from experiments.common.programs import new_parser, results_path, rows_to_join
+from experiments.common.programs import (
+    new_parser,
+    positive_int,
+    results_path,
+    rows_to_join,
+    usage_errors,
+)
 from experiments.common.results import Bar, default_path, versions, write_results
 from experiments.common.tables import Column
 from experiments.common.tables import bars as bars_table
@@ -101,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program with the arguments `argv`, by default the command line's."""
     top = parser()
     args = top.parse_args(argv)
-    shape = shape_of(args)
+    with usage_errors(top):
+        shape = shape_of(args)
     earlier = rows_to_join(top, args.out)
     options = turns_of(args)
     rows = [row for row in earlier if row["layer"] not in args.layers]
@@ -120,12 +127,12 @@ def parser() -> argparse.ArgumentParser:
     cases = [*CASES, *OWN_CASES]
     add("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="LAYER")
     add("--cases", nargs="+", choices=cases, default=cases, metavar="CASE")
-    add("--hidden", type=int, default=4096)
-    add("--seq", type=int, default=2048)
-    add("--batch", type=int, default=4)
-    add("--intermediate", type=int, default=14_336, help="of gated MLPs")
-    add("--kv-heads", type=int, default=8)
-    add("--head-dim", type=int, default=128)
+    add("--hidden", type=positive_int, default=4096)
+    add("--seq", type=positive_int, default=2048)
+    add("--batch", type=positive_int, default=4)
+    add("--intermediate", type=positive_int, default=14_336, help="of gated MLPs")
+    add("--kv-heads", type=positive_int, default=8)
+    add("--head-dim", type=positive_int, default=128)
     add_turns(top)
     add("--out", type=results_path, default=default_path("bench_foreign"))
     return top

@@ -11,7 +11,7 @@ measured on a chip that rests before each call.
 
 import argparse
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -24,7 +24,13 @@ from tqdm import tqdm
 
 import pallas_kernels
 from experiments.common import kernel_cases, profiling, results, tables, timing
-from experiments.common.programs import new_parser, results_path, rows_to_join
+from experiments.common.programs import (
+    new_parser,
+    positive_int,
+    results_path,
+    rows_to_join,
+    shape_of_rank,
+)
 from experiments.common.results import Bar, default_path
 from experiments.common.tables import Column
 from pallas_kernels.ops.matmul import tuning
@@ -44,15 +50,23 @@ def main() -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=("elementwise", "products"))
     add("--named", nargs="+", help="what has one of these in its name")
-    add("--shapes", nargs="+", metavar="ROWS,N", help="of elementwise kernels")
-    add("--tokens", type=int, nargs="+", default=list(kernel_cases.TOKENS))
+    add(
+        "--shapes",
+        type=shape_of_rank(2),
+        nargs="+",
+        metavar="ROWS,N",
+        help="of elementwise kernels",
+    )
+    add("--tokens", type=positive_int, nargs="+", default=list(kernel_cases.TOKENS))
     names = tuple(kernel_cases.MODELS)
     add("--models", nargs="+", choices=names, default=names)
     add("--out", type=results_path, default=default_path("bench_kernels"))
     args = parser.parse_args()
     rows = rows_to_join(parser, args.out)
+    if not (chosen := cases_of(args)):
+        parser.error(f"no kernel has {' or '.join(args.named)} in its name")
     commit = results.versions()["commit"]
-    for row in measured(args):
+    for row in measured(chosen):
         rows = joined(rows, row | {"commit": commit})
         results.write_results(args.out, rows=rows, bars=bars(rows))
     Console(width=110).print(table(rows), tables.bars(bars(rows)))
@@ -68,18 +82,20 @@ def case_of(row: Row) -> tuple[str, str]:
     return row["kernel"], row.get("name", row["shape"])
 
 
-def measured(args: argparse.Namespace) -> Iterable[Row]:
-    """Compiles all programs, then yields a row after each measurement."""
+def cases_of(args: argparse.Namespace) -> list["kernel_cases.KernelCase | ProductCase"]:
+    """Returns the kernels and matmuls that a command line chooses."""
     only = args.only or ("elementwise", "products")
-    shapes = kernel_cases.ELEMENTWISE_SHAPES
-    if args.shapes:
-        shapes = [tuple(map(int, s.split(","))) for s in args.shapes]
+    shapes = args.shapes or kernel_cases.ELEMENTWISE_SHAPES
     cases: list[kernel_cases.KernelCase | ProductCase] = []
     if "elementwise" in only:
         cases += (c for shape in shapes for c in kernel_cases.elementwise(shape))
     if "products" in only:
         cases += products(args)
-    cases = [c for c in cases if any(n in c.name for n in args.named or [""])]
+    return [c for c in cases if any(n in c.name for n in args.named or [""])]
+
+
+def measured(cases: Sequence["kernel_cases.KernelCase | ProductCase"]) -> Iterable[Row]:
+    """Compiles all programs, then yields a row after each measurement."""
     programs = map(_programs, cases)
     with ThreadPoolExecutor(8) as pool:
         compiling = pool.map(lambda call: timing.compile_all(*call), programs)

@@ -40,7 +40,13 @@ from experiments.common.layer_cases import (
     normal,
     random_params,
 )
-from experiments.common.programs import new_parser, results_path, rows_to_join
+from experiments.common.programs import (
+    new_parser,
+    positive_int,
+    results_path,
+    rows_to_join,
+    usage_errors,
+)
 from experiments.common.results import (
     Bar,
     default_path,
@@ -93,9 +99,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = top.parse_args(argv)
     if args.profile and "bf16" not in args.cases:
         top.error("--profile compares with bf16, which --cases lack")
+    with usage_errors(top):
+        all_shapes = shapes(args)
     console = Console(width=130)
     rows_to_join(top, args.out)  # Exits if the file is of another device.
-    compiled = compile_cases(shapes(args), args.cases)
+    compiled = compile_cases(all_shapes, args.cases)
     for shape, programs in tqdm(compiled.items(), unit="shape", disable=None):
         new_rows = shape_rows(shape, programs, **turns_of(args))
         own_parts = profile_rows(shape, programs) if args.profile else []
@@ -117,12 +125,16 @@ def parser() -> argparse.ArgumentParser:
     """
     top = new_parser("experiments.bench.layer", __doc__)
     add = top.add_argument
-    add("--hidden", type=int, nargs="+", default=[4096, 2048], metavar="H")
-    add("--seq", type=int, nargs="+", default=[2048, 4096], metavar="S")
-    add("--batch", type=int, default=4)
-    add("--intermediate", type=int, help="by default Llama's for each hidden size")
-    add("--kv-heads", type=int, help="by default as many as query heads")
-    add("--head-dim", type=int, default=128)
+    add("--hidden", type=positive_int, nargs="+", default=[4096, 2048], metavar="H")
+    add("--seq", type=positive_int, nargs="+", default=[2048, 4096], metavar="S")
+    add("--batch", type=positive_int, default=4)
+    add(
+        "--intermediate",
+        type=positive_int,
+        help="by default Llama's for each hidden size",
+    )
+    add("--kv-heads", type=positive_int, help="by default as many as query heads")
+    add("--head-dim", type=positive_int, default=128)
     add("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     add_turns(top)
     add("--profile", action="store_true", help="say where time goes; on GPUs")

@@ -38,7 +38,7 @@ from experiments.common.layer_cases import (
     first_histories,
     random_params,
 )
-from experiments.common.memory import tree_bytes
+from experiments.common.memory import is_out_of_memory, tree_bytes
 from experiments.common.optimizers import COAT_RECIPES
 from experiments.common.timing import OPTIONS
 
@@ -365,7 +365,7 @@ def measure(
         row |= _timed(compiled, ((params, opt_state), histories), tokens, steps)
         row["tokens_per_s_per_gpu"] = row["tokens_per_s"] / gpus
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         row["error"] = "out of memory"
     return row

@@ -45,7 +45,7 @@ from experiments.common.grouped_cases import (
     positive,
     sizes_of,
 )
-from experiments.common.programs import new_parser, results_path
+from experiments.common.programs import new_parser, positive_float, results_path
 from experiments.common.results import Bar, default_path
 from experiments.common.timing import Program, timed
 from pallas_kernels.dispatch import devices, operations
@@ -78,7 +78,12 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = new_parser("experiments.bench.moe", __doc__)
     add = parser.add_argument
-    add("--seconds", type=float, default=420, help="start no case after this time")
+    add(
+        "--seconds",
+        type=positive_float,
+        default=420,
+        help="start no case after this time",
+    )
     names = [*CASES, "layers"]
     choices = [*names, "kernels", "expert_parallel"]
     add("--only", nargs="+", choices=choices, default=names)

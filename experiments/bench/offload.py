@@ -25,7 +25,13 @@ from experiments.bench.foreign import forward_backward
 from experiments.common import tables
 from experiments.common.foreign_layers import made
 from experiments.common.layer_cases import Shape, normal, random_params, shape_of
-from experiments.common.programs import new_parser, results_path, rows_to_join
+from experiments.common.programs import (
+    new_parser,
+    positive_int,
+    results_path,
+    rows_to_join,
+    usage_errors,
+)
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import Column
 from experiments.common.timing import OPTIONS, add_turns, in_turns, turns_of
@@ -49,18 +55,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program with the arguments `argv`, by default the command line's."""
     top = new_parser("experiments.bench.offload", __doc__)
     add = top.add_argument
-    add("--layers", type=int, default=8)
-    add("--hidden", type=int, default=4096)
-    add("--seq", type=int, default=2048)
-    add("--batch", type=int, default=4)
-    add("--intermediate", type=int, default=14_336)
-    add("--kv-heads", type=int, default=8)
-    add("--head-dim", type=int, default=128)
+    add("--layers", type=positive_int, default=8)
+    add("--hidden", type=positive_int, default=4096)
+    add("--seq", type=positive_int, default=2048)
+    add("--batch", type=positive_int, default=4)
+    add("--intermediate", type=positive_int, default=14_336)
+    add("--kv-heads", type=positive_int, default=8)
+    add("--head-dim", type=positive_int, default=128)
     add_turns(top)
     add("--out", type=results_path, default=default_path("bench_offload"))
     args = top.parse_args(argv)
+    with usage_errors(top):
+        shape = shape_of(args)
     rows_to_join(top, args.out)  # Another device's results are refused.
-    rows = measured(shape_of(args), args.layers, **turns_of(args))
+    rows = measured(shape, args.layers, **turns_of(args))
     write_results(args.out, rows=rows, bars=bars(rows))
     Console(width=110).print(table(rows), tables.bars(bars(rows)))
 

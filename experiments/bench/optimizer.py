@@ -22,7 +22,12 @@ from tqdm import tqdm
 
 import coat_jax as coat
 from experiments.common.optimizers import in_float32
-from experiments.common.programs import new_parser, results_path, rows_to_join
+from experiments.common.programs import (
+    new_parser,
+    positive_int,
+    results_path,
+    rows_to_join,
+)
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import bars as bars_table
 
@@ -209,8 +214,10 @@ def bars(rows: list[dict]) -> list[Bar]:
 def main() -> None:
     """Measures the cases, prints a table and writes the results file."""
     parser = new_parser("experiments.bench.optimizer", __doc__)
-    parser.add_argument("--parameters", type=int, default=1_000_000_000)
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of a second")
+    parser.add_argument("--parameters", type=positive_int, default=1_000_000_000)
+    parser.add_argument(
+        "--repeats", type=positive_int, default=5, help="rounds of a second"
+    )
     parser.add_argument("--no-trees", action="store_true", help="leave Llama 2 7B out")
     parser.add_argument(
         "--out", type=results_path, default=default_path("bench_optimizer")

@@ -34,7 +34,13 @@ from experiments.bench.model_step import (
 from experiments.bench.predictions import estimate
 from experiments.common import tables
 from experiments.common.layer_cases import PLAIN
-from experiments.common.programs import new_parser, results_path, rows_to_join
+from experiments.common.programs import (
+    new_parser,
+    positive_int,
+    results_path,
+    rows_to_join,
+    usage_errors,
+)
 from experiments.common.results import (
     Bar,
     default_path,
@@ -128,7 +134,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     top = parser()
     args = top.parse_args(argv)
     if args.predict:
-        predict_again(args.out)
+        if not args.out.exists():
+            top.error(f"--predict needs a results file, and there is no {args.out}")
+        with usage_errors(top):
+            predict_again(args.out)
         return
     # This process only reads the device's name; measurements run in others.
     take_memory(at_once=False)
@@ -151,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument
     default = [part for part in _PARTS if part not in (*_ON_ONE_H200, "two")]
     add("--only", nargs="+", choices=_PARTS, default=default, metavar="PART")
-    add("--steps", type=int, default=6, help="timed, after two that are not")
+    add("--steps", type=positive_int, default=6, help="timed, after two that are not")
     add(
         "--out",
         type=results_path,

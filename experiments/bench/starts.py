@@ -26,7 +26,7 @@ from coat_jax.models import llama
 from experiments.bench.model_step import ModelSize, loss_function, step_of, take_memory
 from experiments.common import tables
 from experiments.common.layer_cases import CASES, first_histories, random_params
-from experiments.common.programs import new_parser, results_path
+from experiments.common.programs import new_parser, positive_int, results_path
 from experiments.common.results import default_path, write_results
 from experiments.common.tables import Column
 from experiments.common.timing import OPTIONS
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = top.add_argument
     add("--cases", nargs="+", choices=CASES, default=["bf16", "coat"], metavar="CASE")
     add("--preset", choices=llama.CONFIGS, default="124m", help="the model (124m)")
-    add("--layers", type=int, help="the preset's by default")
-    add("--batch", type=int, default=8)
+    add("--layers", type=positive_int, help="the preset's by default")
+    add("--batch", type=positive_int, default=8)
     add("--out", type=results_path, default=default_path("bench_starts"))
     args = top.parse_args(argv)
     model = ModelSize.of(args.preset)

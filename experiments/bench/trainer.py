@@ -39,7 +39,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import coat_jax as coat
 from experiments.common.foreign_layers import Modules, Qwen, QwenInXla
 from experiments.common.layer_cases import shape_of
-from experiments.common.programs import new_parser, results_path
+from experiments.common.programs import (
+    new_parser,
+    positive_int,
+    results_path,
+    usage_errors,
+)
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import grouped
 
@@ -59,12 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program with the arguments `argv`, by default the command line's."""
     top = parser()
     args = top.parse_args(argv)
-    heads, uneven = divmod(args.hidden, args.head_dim)
-    if uneven or heads % args.kv_heads:
-        top.error(
-            "--hidden / --head-dim, the number of heads, must be a multiple of "
-            f"--kv-heads, got {args.hidden} / {args.head_dim} and {args.kv_heads}"
-        )
+    with usage_errors(top):
+        shape_of(args)
     if args.gpus and args.trainer != "flax":
         top.error(f"--gpus is for --trainer flax, got --trainer {args.trainer}")
     if args.case is not None:
@@ -91,16 +92,16 @@ def parser() -> argparse.ArgumentParser:
     top = new_parser("experiments.bench.trainer", __doc__)
     add = top.add_argument
     add("--trainer", choices=TRAINERS, default="flax")
-    add("--hidden", type=int, default=2048)
-    add("--layers", type=int, default=28)
-    add("--intermediate", type=int, default=6144)
-    add("--kv-heads", type=int, default=8)
-    add("--head-dim", type=int, default=128)
-    add("--vocab", type=int, default=32_768)
-    add("--batch", type=int, default=4)
-    add("--seq", type=int, default=2048)
-    add("--steps", type=int, default=20, help="that are timed, after 3 others")
-    add("--gpus", type=int, nargs="+", metavar="N", help="with --trainer flax")
+    add("--hidden", type=positive_int, default=2048)
+    add("--layers", type=positive_int, default=28)
+    add("--intermediate", type=positive_int, default=6144)
+    add("--kv-heads", type=positive_int, default=8)
+    add("--head-dim", type=positive_int, default=128)
+    add("--vocab", type=positive_int, default=32_768)
+    add("--batch", type=positive_int, default=4)
+    add("--seq", type=positive_int, default=2048)
+    add("--steps", type=positive_int, default=20, help="that are timed, after 3 others")
+    add("--gpus", type=positive_int, nargs="+", metavar="N", help="with --trainer flax")
     add("--case", choices=CASES, help="runs this case alone, and prints its row")
     add("--out", type=results_path)
     return top

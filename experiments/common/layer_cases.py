@@ -116,6 +116,14 @@ class Shape:
     kv_heads: int
     head_dim: int
 
+    def __post_init__(self) -> None:
+        heads, uneven = divmod(self.hidden, self.head_dim)
+        if uneven or not heads or heads % self.kv_heads:
+            raise ValueError(
+                "hidden / head_dim, the number of heads, must be a multiple of "
+                f"kv_heads, got {self.hidden} / {self.head_dim} and {self.kv_heads}"
+            )
+
     @property
     def unit(self) -> int:
         """The unit U of memory: the bytes of the residual stream in BF16."""

@@ -16,6 +16,13 @@ def device_limit_bytes() -> int | None:
     return _largest("bytes_limit")
 
 
+def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    """Returns whether an error of JAX reports that memory ran out."""
+    # A CPU reports an error of the kind INTERNAL with these words.
+    message = str(error)
+    return "RESOURCE_EXHAUSTED" in message or "Out of memory allocating" in message
+
+
 def tree_bytes(tree: Any) -> int:
     """Returns the size of all arrays of a tree in bytes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,7 +1,10 @@
 """Parsers of programs' command lines, and their messages."""
 
 import argparse
+import contextlib
+import math
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,14 +29,61 @@ def new_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser
     )
 
 
+def positive_int(text: str) -> int:
+    """Returns a positive integer; the type of arguments that are sizes or counts.
+
+    Raises:
+      argparse.ArgumentTypeError: If the text is no integer above zero.
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """Returns a positive number; the type of arguments that are times or factors.
+
+    Raises:
+      argparse.ArgumentTypeError: If the text is no finite number above zero.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"must be a positive, finite number, got {text!r}"
+        )
+    return value
+
+
+def shape_of_rank(rank: int) -> Callable[[str], tuple[int, ...]]:
+    """Returns the type of arguments that are shapes, `rank` sizes and commas."""
+
+    def shape(text: str) -> tuple[int, ...]:
+        sizes = tuple(map(positive_int, text.split(",")))
+        if len(sizes) != rank:
+            raise argparse.ArgumentTypeError(f"must be {rank} sizes, got {text!r}")
+        return sizes
+
+    return shape
+
+
 def results_path(text: str) -> Path:
     """Returns the path of a results file; the type of arguments that name one.
 
     Raises:
       argparse.ArgumentTypeError: If the name does not end in .json, as a figure next to
-        the file could then replace it, or if no file can be written there.
+        the file could then replace it; if a folder is there; or if no file can be
+        written there.
     """
     path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"a results file is no folder, got {text!r}")
     if path.suffix != ".json":
         raise argparse.ArgumentTypeError(f"a results file ends in .json, got {text!r}")
     folder = next(folder for folder in path.absolute().parents if folder.exists())
@@ -46,6 +96,15 @@ def results_path(text: str) -> Path:
         ) from error
 
 
+@contextlib.contextmanager
+def usage_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Exits with the message of a ValueError that is raised in this context."""
+    try:
+        yield
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def rows_to_join(
     parser: argparse.ArgumentParser, path: Path, of: str = "rows"
 ) -> list[dict[str, Any]]:
@@ -53,10 +112,8 @@ def rows_to_join(
 
     Exits with the message of a ValueError if that function raises one.
     """
-    try:
+    with usage_errors(parser):
         return results.known_rows(path, of)
-    except ValueError as error:
-        parser.error(str(error))
 
 
 def one_line(message: object) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from experiments.common.programs import positive_float, positive_int
+
 OPTIONS = {
     # Otherwise XLA tries its own Triton matmuls for a minute; cuBLASLt beats them all.
     "xla_gpu_enable_triton_gemm": False,
@@ -106,9 +108,21 @@ def in_turns(
 def add_turns(parser: argparse.ArgumentParser) -> None:
     """Adds the options that `turns_of` reads to a parser."""
     add = parser.add_argument
-    add("--calls", type=int, default=10, help="in a row, in each round, or more")
-    add("--rounds", type=int, default=3, help="in which each case has its turn")
-    add("--round-s", type=float, default=0.5, help="seconds of a turn, at least")
+    add(
+        "--calls",
+        type=positive_int,
+        default=10,
+        help="in a row, in each round, or more",
+    )
+    add(
+        "--rounds", type=positive_int, default=3, help="in which each case has its turn"
+    )
+    add(
+        "--round-s",
+        type=positive_float,
+        default=0.5,
+        help="seconds of a turn, at least",
+    )
 
 
 def turns_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -169,3 +183,6 @@ def timed(
             running[program] = call
     seconds = in_turns(list(running.values()), **options)
     return dict(zip(running, seconds, strict=True)), errors
+
+
+# TODO from experiments.common.programs import positive_float, positive_int

@@ -127,9 +127,22 @@ def add_questions(top: argparse.ArgumentParser) -> None:
         choices=typing.get_args(settings.SaveFormat),
         help="FP8 format of a second folder with the trained model",
     )
-    add("--largest", type=int, help="number in a generated question (99)")
-    add("--problems", type=int, help="generated problems to train on (20000)")
-    add("--families", type=_names, help="of generated problems (all)", metavar="A,B")
+    add(
+        "--largest",
+        type=int,
+        help="number in a generated question (99), without --data",
+    )
+    add(
+        "--problems",
+        type=int,
+        help="generated problems to train on (20000), without --data",
+    )
+    add(
+        "--families",
+        type=_names,
+        help="of generated problems (all), without --data",
+        metavar="A,B",
+    )
     add(
         "--eval-questions",
         type=int,

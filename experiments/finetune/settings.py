@@ -32,6 +32,7 @@ _DEFAULTS = {
 }
 _SHORTEST = 256  # Tokens of a sequence, in which every generated problem fits as bytes.
 _LR_OF_BASE = 0.1  # The peak learning rate, as a fraction of pretraining's.
+_OF_PROBLEMS = ("largest", "problems", "families")
 # Random parameters of the smallest preset learn these problems in minutes on a CPU.
 _PRESET = "tiny"
 _WITHOUT_BASE: dict[str, Any] = {
@@ -192,9 +193,16 @@ def settings(overrides: dict[str, Any]) -> FinetuneSettings:
 
     Raises:
       ValueError: If the given preset is not the base's, the base lacks the given
-        recipe, or a setting is invalid.
+        recipe, a setting of generated problems is given with data, or a setting is
+        invalid.
     """
     overrides = dict(overrides)
+    for name in _OF_PROBLEMS:
+        if name in overrides and overrides.get("data"):
+            raise ValueError(
+                f"--{name} is of generated problems, and --data takes their place; got "
+                f"--{name} {overrides[name]!r} and --data"
+            )
     load_checker(overrides.get("checker", "exact"))
     if overrides.get("model"):
         return _of_folder(overrides)

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from coat_jax.models.hf import safetensors
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, usage_errors
 
 NAME = "smollm2-135m-instruct"
 # The hash of all tensors' names and bytes, sorted by name.
@@ -226,7 +226,9 @@ def main() -> int:
     """Makes the folder that the command line names, and returns an exit code."""
     parser = new_parser("experiments.finetune.smollm2", __doc__)
     parser.add_argument("folder", type=Path)
-    print(make(parser.parse_args().folder))
+    args = parser.parse_args()
+    with usage_errors(parser):
+        print(make(args.folder))
     return 0
 
 

@@ -7,7 +7,6 @@ families of kernels, it compiles and prints only these families. With `--hardest
 compiles only one case of each kernel: the case that uses the most registers.
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 
 import pallas_kernels as pk
 from experiments.common import kernel_cases, sm90
+from experiments.common.programs import new_parser
 from experiments.common.results import write_results
 from pallas_kernels.dispatch import devices
 from pallas_kernels.ops.grouped_matmul import tuning as grouped_tuning
@@ -432,7 +432,7 @@ def rows(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compiles kernels, and writes the results file or prints the rows of families."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = new_parser("experiments.kernels.resources", __doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="family", help="print this one")
     parser.add_argument(
         "--hardest", action="store_true", help="compile the case with most registers"

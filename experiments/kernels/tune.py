@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from experiments.common import kernel_cases, timing
 from experiments.common.kernel_cases import PRODUCTS, run_product
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, positive_int, shape_of_rank
 from experiments.common.results import device, versions, write_json
 from pallas_kernels.ops.matmul import tuning
 
@@ -47,11 +47,17 @@ def main() -> None:
     add = parser.add_argument
     names = tuple(kernel_cases.TUNED)
     add("--models", nargs="+", choices=names, default=names)
-    add("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
+    add("--tokens", type=positive_int, nargs="+", default=[4096, 8192, 16384])
     add("--kernels", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
-    add("--shapes", nargs="+", metavar="M,N,K", help="instead of the models'")
+    add(
+        "--shapes",
+        type=shape_of_rank(3),
+        nargs="+",
+        metavar="M,N,K",
+        help="instead of the models'",
+    )
     add("--again", action="store_true", help="also what has been measured")
-    add("--workers", type=int, default=min(8, os.cpu_count() // 2 or 1))
+    add("--workers", type=positive_int, default=min(8, os.cpu_count() // 2 or 1))
     add("--out", type=Path, default=tuning.TABLE)
     args = parser.parse_args()
     contents = json.loads(args.out.read_text()) if args.out.exists() else {}
@@ -96,7 +102,7 @@ def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
     """
     other = (kernel_cases.E4M3, kernel_cases.E4M3), _XLA_WINS_STACKED
     if args.shapes:
-        return {tuple(map(int, s.split(","))): other for s in args.shapes}
+        return dict.fromkeys(args.shapes, other)
     products = kernel_cases.model_products(args.tokens, args.models)
     cube = {} if kernel in kernel_cases.OF_LAYERS else {(8192,) * 3: other}
     by_shape = {}

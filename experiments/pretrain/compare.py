@@ -123,22 +123,14 @@ def compared(folders: Sequence[Path], *, measures: bool = True) -> dict[str, Any
     """
     if twice := [x for n, x in enumerate(folders) if x in folders[:n]]:
         raise ValueError(f"{twice[0]} is given twice")
-    rows, texts, right, curves, common = [], [], [], [], {}
-    for folder in folders:
-        summary, run = _finished(folder)
+    # All runs are checked before the first is measured, which can take long.
+    finished = {folder: _finished(folder) for folder in folders}
+    shared = _shared(finished)
+    rows, texts, right, curves = [], [], [], []
+    for summary, run in finished.values():
         measured = _measured(run) if measures else {}
-        shared = {key: summary[key] for key in ("preset", "steps", "nats_per")}
-        shared["sizes"] = summary.get("sizes", {})
-        shared["data"] = run.record["data"]
-        if common.setdefault("shared", shared) != shared:
-            raise ValueError(
-                f"{folder} has {shared}, and {folders[0]} {common['shared']}"
-            )
         for row in summary["rows"]:
-            recipe = _name(run.settings, row["recipe"])
-            names = {"recipe": recipe, "seed": run.settings.seed}
-            if any(names.items() <= other.items() for other in rows):
-                raise ValueError(f"{folder} trains {names}, as another run does")
+            names = _names(run.settings, row["recipe"])
             metrics = [m for m in run.rows("metrics") if m["recipe"] == row["recipe"]]
             row = row | _loads(metrics[-max(1, run.steps // 20) :])
             rows.append(row | names | {"commit": summary["versions"]["commit"]})
@@ -162,12 +154,37 @@ def compared(folders: Sequence[Path], *, measures: bool = True) -> dict[str, Any
             row["val_gap_percent"] = 100 * (row["val_loss"] / loss - 1)
     return {
         "rows": rows,
-        "bars": bars(common["shared"]["preset"], rows, texts),
+        "bars": bars(shared["preset"], rows, texts),
         "texts": texts,
         "tasks": tasks(right) if right else [],
         "curves": curves,
-        **{k: v for k, v in common["shared"].items() if k != "data"},
+        **{k: v for k, v in shared.items() if k != "data"},
     }
+
+
+def _shared(finished: Mapping[Path, tuple[dict[str, Any], Run]]) -> dict[str, Any]:
+    """Returns the entries of summaries that all runs have in common, and their data.
+
+    Raises:
+      ValueError: If runs differ in them, or train a recipe with the same seed.
+    """
+    by_folder: dict[Path, dict[str, Any]] = {}
+    trained: list[dict[str, Any]] = []
+    for folder, (summary, run) in finished.items():
+        shared = {key: summary[key] for key in ("preset", "steps", "nats_per")}
+        shared["sizes"] = summary.get("sizes", {})
+        by_folder[folder] = shared | {"data": run.record["data"]}
+        first = next(iter(by_folder))
+        if by_folder[folder] != by_folder[first]:
+            raise ValueError(
+                f"{folder} has {by_folder[folder]}, and {first} {by_folder[first]}"
+            )
+        for row in summary["rows"]:
+            names = _names(run.settings, row["recipe"])
+            if names in trained:
+                raise ValueError(f"{folder} trains {names}, as another run does")
+            trained.append(names)
+    return by_folder[first]
 
 
 def _finished(folder: Path) -> tuple[dict[str, Any], Run]:
@@ -184,11 +201,15 @@ def _finished(folder: Path) -> tuple[dict[str, Any], Run]:
     return summary, run
 
 
-def _name(settings: Settings, recipe: Recipe) -> str:
-    """Returns the name of a recipe in comparisons, with the steps of `bf16_last`."""
-    if settings.last_recipe(recipe) == recipe:
-        return recipe
-    return f"{recipe}, the last {settings.bf16_last:.0%} in BF16"
+def _names(settings: Settings, recipe: Recipe) -> dict[str, Any]:
+    """Returns the names of a training in comparisons: its recipe and its seed.
+
+    The recipe's name says if the last steps have BF16 matmuls.
+    """
+    name: str = recipe
+    if settings.last_recipe(recipe) != recipe:
+        name = f"{recipe}, the last {settings.bf16_last:.0%} in BF16"
+    return {"recipe": name, "seed": settings.seed}
 
 
 def _loads(metrics: Sequence[Row]) -> dict[str, float]:

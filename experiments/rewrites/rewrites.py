@@ -13,7 +13,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.common.programs import new_parser, results_path
+from experiments.common.programs import (
+    new_parser,
+    positive_float,
+    positive_int,
+    results_path,
+)
 from experiments.common.results import Bar, default_path, write_results
 from experiments.rewrites.verdicts import Judged, Outcome
 from experiments.rewrites.workers import outcomes
@@ -63,18 +68,20 @@ def bars_of(rows: list[dict[str, Any]]) -> list[Bar]:
 def _arguments() -> argparse.Namespace:
     parser = new_parser("experiments.rewrites.rewrites", __doc__ or "")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--programs", type=positive_int, default=1000)
     parser.add_argument(
-        "--processes", type=int, default=1, help="each judges programs on one thread"
+        "--processes",
+        type=positive_int,
+        default=1,
+        help="each judges programs on one thread",
     )
     parser.add_argument(
-        "--seconds", type=float, help="no program starts later; default: no limit"
+        "--seconds",
+        type=positive_float,
+        help="no program starts later; default: no limit",
     )
     parser.add_argument("--out", type=results_path, default=default_path("rewrites"))
-    arguments = parser.parse_args()
-    if arguments.processes < 1:
-        parser.error(f"--processes must be at least 1, got {arguments.processes}")
-    return arguments
+    return parser.parse_args()
 
 
 def _write(arguments: argparse.Namespace, results: list[Outcome]) -> list[Bar]:

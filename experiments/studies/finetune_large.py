@@ -21,7 +21,8 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments.common.programs import new_parser, results_path
+from coat_jax.models import llama
+from experiments.common.programs import new_parser, positive_int, results_path
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.finetune.settings import FinetuneRun
@@ -47,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program with the arguments `argv`, and returns an exit code."""
     top = new_parser("experiments.studies.finetune_large", __doc__)
     add = top.add_argument
-    add("--preset", default="llama3-8b", help="shape (llama3-8b)")
-    add("--steps", type=int, default=100)
-    add("--seq-len", type=int, default=4096)
+    add(
+        "--preset", choices=llama.CONFIGS, default="llama3-8b", help="shape (llama3-8b)"
+    )
+    add("--steps", type=positive_int, default=100)
+    add("--seq-len", type=positive_int, default=4096)
     add(
         "--trainings",
         nargs="+",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from coat_jax.models import hf, llama
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, usage_errors
 
 _SPECIAL = ("<|end|>", "<|start|>", "<|unknown|>")
 _TEMPLATE = (
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     top.add_argument("folder", type=Path)
     top.add_argument("--preset", choices=llama.CONFIGS, default="llama3-8b")
     args = top.parse_args(argv)
-    write(args.folder, llama.CONFIGS[args.preset])
+    with usage_errors(top):
+        write(args.folder, llama.CONFIGS[args.preset])
     print(args.folder)
     return 0
 
@@ -44,6 +45,8 @@ def write(folder: Path, config: llama.LlamaConfig) -> None:
     Raises:
       ValueError: If the folder exists and is not empty.
     """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"the folder to write must be new or empty, got {folder}")
     config = dataclasses.replace(config, param_dtype=jnp.bfloat16, recipe="bf16")
     model = nnx.jit(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))()
     hf.save(model, folder)

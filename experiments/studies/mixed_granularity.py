@@ -22,6 +22,7 @@ from rich.console import Console
 from experiments.activations import granularity_report, granularity_times
 from experiments.activations.granularity_studies import Row, layer_rows, mean_error
 from experiments.activations.layer_flow import OPERATORS
+from experiments.common.programs import shape_of_rank
 from experiments.common.results import Bar, write_results
 from experiments.studies import trained
 from experiments.training import arguments
@@ -59,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Returns the command line parser; missing settings come from the preset."""
     top = trained.parser("studies.mixed_granularity", __doc__)
-    top.add_argument("--shapes", nargs="+", type=_shape, metavar="ROWS,N", help="timed")
+    top.add_argument(
+        "--shapes", nargs="+", type=shape_of_rank(2), metavar="ROWS,N", help="timed"
+    )
     return top
 
 
@@ -96,11 +99,6 @@ def check(rows: list[Row]) -> list[Bar]:
             name = f"{operator}, {shape}: time, group scaling / just in time"
             bars.append(Bar.of(name, "<=", 1.0, ratio))
     return bars
-
-
-def _shape(value: str) -> tuple[int, int]:
-    rows, columns = value.split(",")
-    return int(rows), int(columns)
 
 
 if __name__ == "__main__":

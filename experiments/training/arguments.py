@@ -173,9 +173,9 @@ def add_folder(top: argparse.ArgumentParser, default: str) -> None:
         metavar="DIR",
         help="continue the run in DIR, by default the latest one; --steps N gives "
         "it more steps, at the last learning rate of the schedule that it began with; "
-        "--keep, --save-every, --bad-step, --spike and --health-every may change too, "
-        "--bf16-last until its steps begin, and the devices; --data names the same "
-        "data where it has moved",
+        "--keep, --save-every, --bad-step, --spike, --health-every and --accumulate "
+        "may change too, --bf16-last until its steps begin, and the devices; --data "
+        "names the same data where it has moved",
     )
 
 

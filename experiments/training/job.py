@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from rich.console import Console, RenderableType
 
 from experiments.common import meshes
-from experiments.common.memory import device_peak_bytes
+from experiments.common.memory import device_peak_bytes, is_out_of_memory
 from experiments.common.programs import one_line
 from experiments.training import arguments, data, memory, processes, report, tensorboard
 from experiments.training.bad_steps import BadStep
@@ -204,7 +204,7 @@ def train(
         _train(run, recipe, inputs, stop, profile, board)
         return
     except jax.errors.JaxRuntimeError as error:
-        if not memory.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
     trainer = _trainer(run, recipe, inputs)
     line = memory.description(trainer, run.settings)

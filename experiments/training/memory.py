@@ -16,11 +16,6 @@ class OutOfMemory(Exception):
     """Raised when a device's memory runs out; the message lists what uses it."""
 
 
-def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
-    """Returns whether an error of JAX reports that memory ran out."""
-    return "RESOURCE_EXHAUSTED" in str(error)
-
-
 def description(trainer: Trainer, settings: Settings) -> str:
     """Returns the message of `OutOfMemory`, with the sizes of a step on each device."""
     state, mesh = trainer.abstract_state(), trainer.mesh

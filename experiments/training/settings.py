@@ -12,7 +12,7 @@ from coat_jax.layers.recipes import RecipeName as Recipe
 from coat_jax.models import llama
 from experiments.common.optimizers import COAT_RECIPES, without_fp8_matmuls
 from experiments.training.data import TokenDtype, Tokenizer
-from experiments.training.optimizer import OptimizerSettings
+from experiments.training.optimizer import Optimizer, OptimizerSettings
 from experiments.training.text import BYTES_VOCAB_SIZE
 
 ParamDtype = Literal["float32", "bfloat16"]
@@ -137,6 +137,11 @@ class Settings(OptimizerSettings):
             if not 0 <= getattr(self, name) < 1:
                 rule = "must be at least 0 and below 1"
                 raise ValueError(f"{name} {rule}, got {getattr(self, name)}")
+        for recipe in self.recipes:
+            try:
+                Optimizer.of(recipe).transformation(self, self.steps)
+            except ValueError as error:
+                raise ValueError(f"{recipe}'s optimizer: {error}") from None
 
         if self.batch_size % self.accumulate:
             raise ValueError(

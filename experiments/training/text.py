@@ -117,8 +117,14 @@ def bpe_encoder(texts: Iterable[bytes], vocab_size: int, cache: Path) -> Encoder
     trained on `texts` and saved as `cache`.
 
     Raises:
-      ValueError: If the file is not a byte-level BPE of at most `vocab_size` tokens.
+      ValueError: If `vocab_size` is too small for all bytes and the separator, or the
+        file is not a byte-level BPE of at most `vocab_size` tokens.
     """
+    if vocab_size < BYTES_VOCAB_SIZE:
+        raise ValueError(
+            f"a BPE has {BYTES_VOCAB_SIZE} tokens or more, for all bytes and the "
+            f"separator, got a vocab_size of {vocab_size}"
+        )
     # This import takes a second, and only "bpe" needs it.
     import tokenizers
 

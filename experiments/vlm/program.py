@@ -101,7 +101,7 @@ def read_settings(flags: dict[str, Any]) -> VlmSettings:
     """Returns the preset's settings, changed by the options that are not None."""
     flags = {k: v for k, v in flags.items() if v is not None}
     if "recipes" in flags:
-        flags["recipes"] = tuple(flags["recipes"].split(","))
+        flags["recipes"] = tuple(name.strip() for name in flags["recipes"].split(","))
     return dataclasses.replace(PRESETS[flags["preset"]], **flags)
 
 

@@ -8,6 +8,7 @@ from coat_jax.layers.recipes import RECIPES
 from coat_jax.layers.recipes import RecipeName as Recipe
 from coat_jax.models import llama, vit, vlm
 from experiments.training.optimizer import OptimizerSettings
+from experiments.vlm.questions import KINDS
 from experiments.vlm.scenes import MARGIN, places
 
 # The largest numbers of words of a caption's question, and of a thing in a caption.
@@ -123,6 +124,11 @@ class VlmSettings(OptimizerSettings):
             raise ValueError(
                 "batch_size must be at most train_scenes, got "
                 f"{self.batch_size}, {self.train_scenes}"
+            )
+        if self.test_questions < 2 * len(KINDS):  # Intervals need two of each kind.
+            raise ValueError(
+                f"test_questions must be at least {2 * len(KINDS)}, two of each kind, "
+                f"got {self.test_questions}"
             )
 
     @property

@@ -57,7 +57,7 @@ def test_bars_of_two_gpus_are_relative_to_one():
 def test_heads_have_to_divide(wrong, capsys):
     with pytest.raises(SystemExit):
         trainer.main([*_SIZES.split(), *wrong])
-    assert "multiple of --kv-heads, got" in capsys.readouterr().err
+    assert "multiple of kv_heads, got" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -205,6 +205,8 @@ def test_a_released_run_has_the_losses_of_an_ordinary_one(data, tmp_path):
         (["--model", "MODEL", "--lora", "4", "--release"], "--lora needs release='no'"),
         (["--model", "MODEL", "--recipe", "bf16", "--release"], "release rounds stoch"),
         (["--markup", "read"], "--markup needs a --model, got 'read'"),
+        (["--largest", "9"], "--largest is of generated problems, and --data takes"),
+        (["--families", "steps"], "--families is of generated problems, and --data"),
         (["--save-format", "fp8-block"], "--save-format needs a --model"),
         (["--checker", "mine"], "checkers are exact, number or MODULE:FUNCTION"),
         (["--model", "MODEL", "--mesh", "fsdp=3"], "--mesh fsdp=3 needs 3 devices"),

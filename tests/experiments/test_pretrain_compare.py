@@ -221,13 +221,18 @@ def test_runs_that_do_not_compare_are_refused(runs, tmp_path, capsys):
         (folder / "compared.json").write_text(json.dumps(entry))
 
     def said(*folders):
-        assert compare.main([*map(str, folders), "--out", str(tmp_path / "o")]) == 2
+        assert (
+            compare.main([*map(str, folders), "--out", str(tmp_path / "o.json")]) == 2
+        )
         return capsys.readouterr().err
 
     assert f"{runs[0]} is given twice" in said(runs[0], runs[0])
     again = shutil.copytree(runs[0], tmp_path / "again")
     assert "trains {'recipe': 'bf16', 'seed': 0}, as another run" in said(*runs, again)
     assert "no finished run: it has no summary.json" in said(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:  # All are checked before the first.
+        patch.setattr(compare, "_measured", lambda run: pytest.fail("measures"))
+        assert "no finished run" in said(runs[0], tmp_path)
     summary = json.loads((runs[1] / "summary.json").read_text())
     (runs[1] / "summary.json").write_text(json.dumps(summary | {"steps": 5}))
     assert "'steps': 5" in said(*runs)

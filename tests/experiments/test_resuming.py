@@ -203,9 +203,14 @@ def test_a_run_without_the_flag_writes_nothing_for_tensorboard(finished_in_bf16)
     assert not (finished_in_bf16 / "tensorboard").exists()
 
 
-def test_an_end_of_memory_is_one_line(tmp_path, monkeypatch, capsys):
-    reason = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte."
-
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte.",
+        "INTERNAL: Error dispatching computation: Out of memory allocating 1 bytes.",
+    ],
+)
+def test_an_end_of_memory_is_one_line(reason, tmp_path, monkeypatch, capsys):
     def run_out():
         raise jax.errors.JaxRuntimeError(reason)
 

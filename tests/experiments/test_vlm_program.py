@@ -334,6 +334,7 @@ def test_bad_arguments_are_one_line(arguments, message, capsys):
     [
         ({"grid": 4}, "grid must be 2 or 3, got 4"),
         ({"most_things": 5}, "most_things must be at most the 4 cells, got 5"),
+        ({"test_questions": 1}, "test_questions must be at least .*, two of each kind"),
         ({"data_seed": -1}, "data_seed must be zero or more, got -1"),
         ({"preset": "huge"}, "presets are tiny, cpu, gpu; got 'huge'"),
     ],

@@ -276,6 +276,14 @@ def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path, corpus, capsys):
         (["--lr", "nan"], "lr must be positive, got nan"),
         (["--vocab-size", 5], "bytes have a vocabulary of 257, got 5"),
         (
+            ["--tokenizer", "bpe", "--vocab-size", 256],
+            "a BPE has 257 tokens or more, for all bytes and the separator, got a",
+        ),
+        (
+            ["--recipes", "bf16,coat", "--b2", "0.1"],
+            "coat's optimizer: b2 must be at least 0.2 with normalize_mu=True, got 0.1",
+        ),
+        (
             ["--token-dtype", "uint32"],
             "token_dtype='uint32' takes token files, got text",
         ),
