@@ -7,7 +7,8 @@ if x is read from a copy. A sum cannot cancel if its operands have the same sign
 everywhere, such as 1 and x**2. Sums of numbers and bounded functions, such as
 `1 - tanh(x)`, have an error that is small compared with the bounds. Constants may be
 added to an array that is centered and normalized, because the error is small compared
-with the array's unit variance.
+with the array's unit variance. A product has the errors of all its factors, so that the
+power x**32 has 32 times the error of x. It may have few factors.
 """
 
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -27,6 +28,7 @@ from coat_jax.programs.primitives import (
     variables,
 )
 
+_MAX_FACTORS = 4  # Enough for x**3 and the other operand of a gate.
 _POSITIVE = frozenset({"abs", "erfc", "exp", "exp2", "logistic", "square"})
 _ODD = frozenset({"erf", "tanh"})
 _SAME_PLACES = (Kind.MARK, Kind.CAST)
@@ -60,6 +62,9 @@ class Known(NamedTuple):
       sign: The sign of its elements, or None if it is unknown.
       number: The number that all of its elements equal, or None.
       is_bounded: Whether it is computed from numbers and bounded functions alone.
+      factors: The number of copies that are multiplied in each element; squares count
+        twice. Bounded functions do not count: a power of tanh(x) is large only where x
+        is, and there the slope of tanh is small.
     """
 
     steps: int = 0
@@ -68,6 +73,12 @@ class Known(NamedTuple):
     sign: Sign | None = None
     number: float | None = None
     is_bounded: bool = False
+    factors: int = 0
+
+    @classmethod
+    def of_copies(cls, copies: frozenset[core.Var]) -> "Known":
+        """Returns the description of a copy, or of what a kernel computes from some."""
+        return cls(0, False, copies, factors=1)
 
     @classmethod
     def of_number(cls, literal: core.Literal) -> "Known":
@@ -113,6 +124,8 @@ class Errors:
           operands: The descriptions of the operation's operands.
         """
         name, errors = eqn.primitive.name, entry_of(eqn).errors
+        if self.factors(eqn, operands) > _MAX_FACTORS:
+            return False
         if errors == "sum":
             return self._cannot_cancel(eqn, operands)
         if kind_of(eqn) is Kind.CUT:
@@ -128,6 +141,17 @@ class Errors:
             exact = operands[1] if name == "div" else operands[0]
             return not exact.copies
         return errors != "exact"
+
+    def factors(self, eqn: core.JaxprEqn, operands: Sequence[Known]) -> int:
+        """Returns the number of copies that are multiplied in a result's elements."""
+        name = eqn.primitive.name
+        factors = [operand.factors for operand in operands]
+        if self.is_bounded(eqn, operands):
+            return 0
+        if name == "mul":
+            return sum(factors)
+        power = {"square": 2, "integer_pow": eqn.params.get("y")}.get(name, 1)
+        return power * max(factors, default=0)
 
     def _cannot_cancel(self, eqn: core.JaxprEqn, operands: Sequence[Known]) -> bool:
         has_sign = eqn.primitive.name in ("add", "add_any")

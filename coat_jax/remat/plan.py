@@ -18,13 +18,7 @@ from coat_jax.remat.options import Options
 from coat_jax.remat.policies import Policy, offloads
 from coat_jax.remat.recompute import Derivation
 from coat_jax.remat.repeated import repeated_factors
-from coat_jax.remat.shapes import (
-    MIN_STATISTIC,
-    group_of_products,
-    is_narrow,
-    merged_axes,
-    why_not_fp8,
-)
+from coat_jax.remat.shapes import group_of_products, is_narrow, merged_axes, why_not_fp8
 from coat_jax.remat.shares import shares_of_sums
 from coat_jax.remat.sources import (
     computed_from,
@@ -33,6 +27,7 @@ from coat_jax.remat.sources import (
     masks,
     restricted,
 )
+from coat_jax.remat.statistics import statistics_of
 from coat_jax.remat.trace import Linearized
 from coat_jax.remat.ways import Copy, Extra, Unread, Wide
 from pallas_kernels import versions
@@ -82,7 +77,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
     computed = computed_from(program, is_param)
     made_again = masks(program, residuals, is_param)
-    statistics = _statistics(program)
+    statistics = statistics_of(program, params)
     kernels = Kernels(traced, program)
     of_kernels = kernels.statistics()
     offloaded = _offloaded(program, residuals, options.policy)
@@ -266,25 +261,6 @@ def _offloaded(
         if offloads(policy, eqn) or (rounded and _is_among(eqn.invars[0], results)):
             results.update(eqn.outvars)
     return {i for i, var in enumerate(residuals) if _is_among(var, results)}
-
-
-def _statistics(program: core.Jaxpr) -> set[core.Var]:
-    """Returns the results of reductions of long rows, and arrays computed from them.
-
-    An example is the mean of a token in LayerNorm. An array that is computed from
-    statistics also counts as one if it has no more elements than they have. An error of
-    one element is an error of the element's whole row.
-    """
-    sizes: dict[core.Var, int] = {}
-    for eqn in program.eqns:
-        size = max((sizes.get(v, 0) for v in variables(eqn.invars)), default=0)
-        if eqn.primitive.name.startswith("reduce_"):
-            rows = size_of(eqn.invars[0].aval) // MIN_STATISTIC
-            size = max(size, rows)
-        for var in eqn.outvars:
-            if size_of(var.aval) <= size:
-                sizes[var] = size_of(var.aval)
-    return {*sizes}
 
 
 def _saved(

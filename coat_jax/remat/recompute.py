@@ -113,7 +113,7 @@ class Derivation:
 
     def compute(self, var: core.Var, copies: frozenset[core.Var]) -> None:
         """Adds `var`, which a kernel computes from `copies`, and what follows."""
-        self.known |= self._following(var, Known(0, False, copies))
+        self.known |= self._following(var, Known.of_copies(copies))
 
     def copy(
         self, targets: Iterable[core.Var], may_copy: Callable[[core.Var], bool]
@@ -181,7 +181,7 @@ class Derivation:
         """
         source = var
         for _ in range(_MAX_STEPS):
-            following = self._following(source, Known(0, False, frozenset({source})))
+            following = self._following(source, Known.of_copies(frozenset({source})))
             if var in following:
                 yield source, following
             eqn = self._makers.get(source)
@@ -240,6 +240,7 @@ class Derivation:
             copies=copies,
             sign=self._errors.sign(eqn, operands),
             is_bounded=self._errors.is_bounded(eqn, operands),
+            factors=self._errors.factors(eqn, operands),
         )
 
     def _operand(

@@ -13,6 +13,7 @@ from helpers.gradients import (
     assert_close,
     compiled,
     cosine,
+    distances,
     fake,
     value_and_vjp,
 )
@@ -384,6 +385,29 @@ def test_what_makes_errors_grow_has_a_copy(fn, count):
     params, x, _ = arguments(pointwise)
     light = fp8_remat(between(pointwise))
     assert copies(light, params, x) == [(96, 64), *[(96, 128)] * count]
+
+
+def products(a):
+    for _ in range(6):
+        a = a * a
+    return a
+
+
+def running_products(a):
+    repeated = jnp.broadcast_to(a, (64, *a.shape))
+    return jnp.sum(jnp.cumprod(repeated, axis=0), axis=0)
+
+
+@pytest.mark.parametrize("power", [products, running_products])
+def test_errors_of_many_factors_do_not_add_up(power):
+    """A power of a copy would have 64 times its error: 0.99 would be 1."""
+
+    def fn(w, x):
+        return power(jax.nn.sigmoid(x @ w + 4))
+
+    w, x, dy = normal(1, 64, 128, scale=0.1), normal(2, 96, 64), normal(3, 96, 128)
+    actual, expected = (value_and_vjp(f, dy, w, x)[1] for f in (fp8_remat(fn), fn))
+    assert max(distances(actual, expected)) < 0.1
 
 
 def test_logarithms_of_what_is_kept_exactly_are_taken_again():
