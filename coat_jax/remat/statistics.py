@@ -3,12 +3,17 @@
 An error of a statistic is an error of all elements of its row, so statistics have no
 copies. A statistic is the result of a reduction of long rows that is broadcast to rows
 again, as in `x - mean(x)`. Sums that are activations, such as `sum(weights * values)`
-before a matmul, are not broadcast, and have copies like the results of matmuls.
+before a matmul, are not broadcast, and have copies like the results of matmuls. One
+number for each of many tokens, such as a loss, counts as a statistic in any case: it
+takes few bytes.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from coat_jax.programs.graph import written_out
@@ -43,7 +48,25 @@ def statistics_of(program: core.Jaxpr, params: Mapping[core.Var, int]) -> set[co
       program: The program, with its calls inlined.
       params: The inputs that are parameters.
     """
-    return _statistics(program, dict.fromkeys(params, _Row(0, True)))
+    rows = dict.fromkeys(params, _Row(0, True))
+    statistics = _statistics(program, rows)
+    largest = max(map(size_of, _activations(program, params)), default=0)
+    return statistics | {
+        v
+        for v, row in rows.items()
+        if row.size and size_of(v.aval) * MIN_STATISTIC < largest
+    }
+
+
+def _activations(
+    program: core.Jaxpr, params: Mapping[core.Var, int]
+) -> Iterator[jax.core.AbstractValue]:
+    """Yields the types of floating inputs, outputs and results of matmuls."""
+    inputs = [v for v in program.invars if v not in params]
+    products = (e.outvars for e in program.eqns if e.primitive.name == "dot_general")
+    for var in (*inputs, *program.outvars, *itertools.chain(*products)):
+        if jnp.issubdtype(var.aval.dtype, jnp.floating):
+            yield var.aval
 
 
 def _statistics(program: core.Jaxpr, rows: _Rows) -> set[core.Var]:

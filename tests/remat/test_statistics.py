@@ -51,6 +51,26 @@ def test_sums_that_are_activations_have_copies(reduced):
     assert max(distances(value_and_vjp(light, dy, w, x)[1], expected)) < 0.05
 
 
+def losses(logits):
+    return jax.nn.logsumexp(logits, axis=-1) - logits[..., 0]
+
+
+def chances(logits):
+    chance = jax.nn.sigmoid(jnp.sum(logits, axis=-1))
+    return chance * jnp.exp(-chance)
+
+
+@pytest.mark.parametrize("reduced", [losses, chances])
+def test_one_number_of_each_token_has_no_copy(reduced):
+    """The numbers alone would have enough elements for a copy."""
+    tokens, w, x = 4096, normal(1, 32, 32) / 8, normal(2, 4096, 32)
+    light = coat.fp8_remat(lambda w, x: jnp.sin(reduced(x @ w)))
+    kept = [each for each in saved(light, w, x, params=1) if each.argument is None]
+    copies = {each.shape for each in kept if each.dtype == jnp.float8_e4m3fn}
+    assert copies == {(tokens, 32)}
+    assert (tokens,) in {each.shape for each in kept}
+
+
 def layer_norm(x):
     mean = jnp.mean(x, axis=-1)
     variance = jnp.mean(x * x, axis=-1) - mean * mean
