@@ -24,6 +24,8 @@ _SHARES = 8
 
 def why_not_fp8(aval: jax.core.ShapedArray) -> str | None:
     """Returns the reason why an array of this shape and dtype has no copy, or None."""
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        return "complex numbers"
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return "no floating numbers"
     if is_narrow(aval):

@@ -288,6 +288,13 @@ def test_the_report_says_how_and_why():
     assert "test_remat_options.py" in text
 
 
+def test_the_report_names_complex_numbers():
+    light = fp8_remat(lambda w, x: jnp.fft.irfft(jnp.fft.rfft(x) * w))
+    report = coat.residual_report(light, normal(1, 65), normal(2, 64, 128))
+    kept = {row.kept for row in report.rows if row.dtype == jnp.complex64}
+    assert kept == {"wide, complex numbers"}
+
+
 def test_the_report_sees_into_scans_and_nested_wrappers():
     params, x = two_product_arguments()
     stacked = jax.tree.map(lambda a: jnp.stack([a, a]), params)
