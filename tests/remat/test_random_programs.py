@@ -38,7 +38,7 @@ def test_random_programs_agree_with_exact_ones(tmp_path, first, programs, proces
 
 
 def test_results_of_no_time_say_that_no_program_ran(tmp_path):
-    ended, results = _run(tmp_path / "rewrites.json", "--seconds", 0)
+    ended, results = _run(tmp_path / "rewrites.json", "--seconds", 1e-6)
     assert results["seeds"]["programs"] == 1000
     assert results["seeds"]["programs that ran"] == 0
     assert ended.returncode == 1
