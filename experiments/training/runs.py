@@ -260,10 +260,8 @@ class Run:
         """
         before = type(self)(self.folder, self._record)
         for recipe, progress in saved.items():
-            first = min(run.early_steps(recipe) for run in (self, before))
-            if self.settings.bf16_last != before.settings.bf16_last and (
-                progress.step > first
-            ):
+            first, last = sorted(run.early_steps(recipe) for run in (self, before))
+            if first < last and progress.step > first:
                 raise ValueError(
                     f"--bf16-last {self.settings.bf16_last} would change steps from "
                     f"{first + 1} on, and {recipe} is at step {progress.step}"

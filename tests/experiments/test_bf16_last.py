@@ -5,11 +5,20 @@ import json
 
 import pytest
 from helpers.kills import Killed, on_call
-from helpers.main_job import bits, final_state, resume, rows_of, tiny, write_letters
+from helpers.main_job import (
+    bits,
+    final_state,
+    resume,
+    rows_of,
+    tiny,
+    untrained,
+    write_letters,
+)
 
 from experiments.finetune.settings import settings as finetune_settings
 from experiments.pretrain import compare, program
 from experiments.training import job, runs
+from experiments.training.checkpoints import Progress
 from experiments.training.settings import model_config
 from experiments.training.trainer import Trainer
 
@@ -101,6 +110,7 @@ def test_the_smallest_part_is_a_step():
     settings = tiny(recipes=("bf16", "te", "coat_max"), bf16_last=1e-6)
     assert settings.early_steps("te", 100) == 99
     assert settings.early_steps("bf16", 100) == 100
+    assert settings.early_steps("te", 0) == 0
     lasts = [settings.last_recipe(recipe) for recipe in settings.recipes]
     assert lasts == ["bf16", "bf16", "coat_bf16"]
 
@@ -120,6 +130,20 @@ def test_a_part_without_effect_is_refused(changes, message):
         tiny(**{"bf16_last": 0.5, **changes})
 
 
+@pytest.mark.parametrize(
+    ("done", "changes"),
+    [
+        ({}, {"steps": 10, "minutes": 1.0}),  # No recipe has set the steps.
+        ({"bf16": 20, "te": 5}, {"steps": 10}),  # Steps of bf16 do not change.
+    ],
+)
+def test_the_part_may_change_if_no_step_changes(done, changes, tmp_path):
+    folder = untrained(tmp_path / "run", recipes=("bf16", "te"), **changes)
+    progress = {r: Progress(step=done.get(r, 0)) for r in ("bf16", "te")}
+    run = runs.Run.open(folder, {"bf16_last": 0.2})
+    run._check_early_steps(progress)
+
+
 def test_adapters_take_no_last_part(tmp_path):
     options = {"model": str(tmp_path), "preset": "folder", "rounding": "nearest"}
     options |= {"data": ("a.jsonl",), "lora": 4, "recipes": ("coat",)}
@@ -132,3 +156,8 @@ def test_comparisons_name_the_last_part(finished):
     contents = compare.compared([finished], measures=False)
     (row,), (curve,) = contents["rows"], contents["curves"]
     assert row["recipe"] == curve["recipe"] == "te, the last 40% in BF16"
+    names = {
+        compare._names(tiny(recipes=("te",), bf16_last=x), "te")["recipe"]
+        for x in (0.101, 0.104)
+    }
+    assert names == {f"te, the last {x}% in BF16" for x in ("10.1", "10.4")}
