@@ -15,6 +15,7 @@ from helpers.main_job import (
     write_letters,
 )
 
+from experiments.common.results import read_results
 from experiments.finetune.settings import settings as finetune_settings
 from experiments.pretrain import compare, program
 from experiments.training import job, runs
@@ -152,12 +153,13 @@ def test_adapters_take_no_last_part(tmp_path):
         dataclasses.replace(settings, bf16_last=0.5)
 
 
-def test_comparisons_name_the_last_part(finished):
-    contents = compare.compared([finished], measures=False)
+def test_comparisons_name_the_last_part(finished, tmp_path):
+    out = tmp_path / "compared.json"
+    assert compare.main([str(finished), "--losses", "--out", str(out)]) == 0
+    contents = read_results(out)
     (row,), (curve,) = contents["rows"], contents["curves"]
     assert row["recipe"] == curve["recipe"] == "te, the last 40% in BF16"
-    names = {
-        compare._names(tiny(recipes=("te",), bf16_last=x), "te")["recipe"]
-        for x in (0.101, 0.104)
-    }
-    assert names == {f"te, the last {x}% in BF16" for x in ("10.1", "10.4")}
+    assert out.with_suffix(".png").exists()
+    for part, percents in ((0.101, "10.1%"), (0.004, "0.4%")):
+        names = compare._names(tiny(recipes=("te",), bf16_last=part), "te")
+        assert names["recipe"] == f"te, the last {percents} in BF16"
