@@ -17,7 +17,9 @@ from jaxtyping import Array, Float, Int
 
 import coat_jax as coat
 from coat_jax.layers.decoder import WEIGHTS, DecoderLayer
+from coat_jax.layers.experts.routing import Shares
 from coat_jax.layers.plain import PlainRecipe
+from coat_jax.layers.recipe import Residual
 from coat_jax.models import llama
 
 Reports = dict[str, Any]
@@ -81,6 +83,17 @@ def _activations(
     return lax.scan(layer, model.embed(tokens), stacked)[1]
 
 
+class _Gathered(PlainRecipe):
+    """A recipe that sends no tokens to the devices of their experts.
+
+    Arrays within a program for each device could not be reported.
+    """
+
+    def experts(self, *arguments: Any, **options: Any) -> tuple[Residual, Shares]:
+        """Adds the outputs of experts, with their weights on each device."""
+        return super().experts(*arguments, **options | {"sent": False})
+
+
 def _tapped(
     layer: DecoderLayer, x: Float[Array, "b s h"], segment_ids: Int[Array, "b s"] | None
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
@@ -116,10 +129,9 @@ def _tapped(
 
         return run
 
-    # The forward pass is of whole sequences and of all tokens on any mesh.
-    layer.batch_axes = None
+    # The forward pass is of whole sequences on any mesh.
     layer.heads = dataclasses.replace(layer.heads, context=None)
     layer.attention = dataclasses.replace(layer.attention, context=None)
     options = {"product": of_experts, "projection": projected}
-    layer.recipe = PlainRecipe(linear=linear, **options)
+    layer.recipe = _Gathered(linear=linear, **options)
     return layer(x, segment_ids), operands, saved

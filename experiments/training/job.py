@@ -153,6 +153,13 @@ def _trained(
 ) -> int:
     """Trains with all recipes and reports the results; returns an exit code."""
     print(f"{run.folder}: {', '.join(run.settings.recipes)}", flush=True)
+    batch_size, count = run.settings.batch_size, len(inputs.windows)
+    if batch_size > count:
+        print(
+            f"--batch-size {batch_size} repeats sequences in each batch: the data has "
+            f"{count} of --seq-len {run.settings.seq_len}",
+            flush=True,
+        )
     resume = job.resume_command(run.folder, inputs.mesh)
     try:
         for recipe in run.settings.recipes:

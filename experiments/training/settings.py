@@ -415,6 +415,12 @@ def _shape(settings: Settings) -> llama.LlamaConfig:
         "num_heads": heads,
         "num_kv_heads": settings.kv_heads or kv_heads,
     }
+    elements = shape["num_layers"] * hidden * max(hidden, intermediate)
+    if elements >= 2**48:
+        raise ValueError(
+            "layers, times hidden, times the larger of hidden and intermediate, must "
+            f"be below 2**48, got {shape['num_layers']}, {hidden} and {intermediate}"
+        )
     kv_heads = shape["num_kv_heads"]
     if hidden % heads or hidden // heads % 2:
         raise ValueError(
