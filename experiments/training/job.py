@@ -213,7 +213,11 @@ def train(
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    trainer = _trainer(run, recipe, inputs)
+    done = sum(row["recipe"] == recipe for row in run.rows("metrics"))
+    if run.steps is not None and done >= run.early_steps(recipe):
+        trainer = _trainer(run, run.settings.last_recipe(recipe), inputs)
+    else:
+        trainer = _trainer(run, recipe, inputs)
     line = memory.description(trainer, run.settings)
     raise memory.OutOfMemory(f"{recipe}: {line}")
 

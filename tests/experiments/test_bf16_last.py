@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 from helpers.kills import Killed, on_call
 from helpers.main_job import (
@@ -129,6 +130,28 @@ def test_the_smallest_part_is_a_step():
 def test_a_part_without_effect_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         tiny(**{"bf16_last": 0.5, **changes})
+
+
+@pytest.mark.parametrize(("step", "recipe"), [(_EARLY, "te"), (_EARLY + 1, "bf16")])
+def test_a_message_of_little_memory_is_of_the_step_that_took_it(
+    step, recipe, tmp_path, text, monkeypatch, capsys
+):
+    described = []
+
+    def describe(trainer, settings):
+        described.append(trainer.config.recipe)
+        return "out of memory"
+
+    monkeypatch.setattr(job.memory, "description", describe)
+
+    def run_out():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    on_call(monkeypatch, Trainer, "step", step, run_out)
+    argv = [*_ARGV, *_LAST, "--data", str(text), "--out", str(tmp_path / "run")]
+    assert program.main(argv) == 1
+    assert described == [recipe]
+    assert "te: out of memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
