@@ -47,6 +47,13 @@ def check_positive(**sizes: Any) -> None:
         positive_int(name, size)
 
 
+def check_sizes(**sizes: Any) -> None:
+    """Raises ValueError unless all sizes are positive integers below 2**31."""
+    for name, size in sizes.items():
+        if positive_int(name, size) >= 2**31:
+            raise ValueError(f"{name} must be below 2**31, got {size}")
+
+
 def check_floating(**dtypes: Any) -> None:
     """Raises ValueError unless all dtypes are floating."""
     for name, dtype in dtypes.items():

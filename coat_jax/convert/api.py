@@ -94,11 +94,8 @@ def fp8[Model](
       >>> model.apply(params, x).shape
       (4, 10)
     """
-    for name, rule in (("blocks", blocks), ("matmuls", matmuls)):
-        if rule is not None:
-            chooser(name, rule)
-    options = options_of(format, group, where, policy, None, rerun_attention)
     rules = Rules(blocks=blocks, matmuls=matmuls)
+    options = options_of(format, group, where, policy, None, rerun_attention)
     if isinstance(model, nn.Module):
         return linen_model(model, rules, options)
     if isinstance(model, nnx.Pytree) or is_pytree_module(model):

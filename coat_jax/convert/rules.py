@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.tree_util import GetAttrKey
 
 # Regular expressions that match a whole path, such as ".*/(q|k|v)/kernel"; or a
 # function of a path that returns whether the path is chosen.
-Rule = str | Sequence[str] | Callable[[str], Any]
+Rule = str | Iterable[str] | Callable[[str], Any]
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 # Blocks have at least this many matrices. A single matmul is no block.
 _MATRICES = 2
@@ -19,10 +19,23 @@ _MATRICES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules of a conversion, which `coat.fp8` documents."""
+    """The rules of a conversion, which `coat.fp8` documents.
+
+    Several regular expressions become a tuple, because they are read more than once.
+    """
 
     blocks: Rule | None
     matmuls: Rule | None
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "matmuls"):
+            rule = getattr(self, name)
+            is_one = isinstance(rule, str) or callable(rule)
+            if isinstance(rule, Iterable) and not is_one:
+                rule = tuple(rule)
+                object.__setattr__(self, name, rule)
+            if rule is not None:
+                chooser(name, rule)
 
     def __str__(self) -> str:
         return f"blocks={self.blocks!r} and matmuls={self.matmuls!r}"
@@ -30,8 +43,7 @@ class Rules:
     @property
     def keep_matmuls(self) -> bool:
         """True if all matmuls stay as they are, because `matmuls` is an empty list."""
-        is_list = not (callable(self.matmuls) or isinstance(self.matmuls, str | None))
-        return is_list and not len(self.matmuls)
+        return self.matmuls == ()
 
 
 def below(

@@ -15,7 +15,7 @@ from pallas_kernels import Activation, NormKind
 from pallas_kernels.checks import (
     check_flags,
     check_floating,
-    check_positive,
+    check_sizes,
     is_positive_number,
 )
 
@@ -105,7 +105,8 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers")
         sizes += ("num_heads", "num_kv_heads")
-        check_positive(**{name: getattr(self, name) for name in sizes})
+        sizes += () if self.head_dim is None else ("head_dim",)
+        check_sizes(**{name: getattr(self, name) for name in sizes})
         check_flags(qkv_bias=self.qkv_bias, tie_embeddings=self.tie_embeddings)
         recipes.check_names(
             recipe=self.recipe,

@@ -26,7 +26,7 @@ from coat_jax.layers.functional import layer_norm
 from coat_jax.meshes import of_tokens, on_explicit_tokens, whole
 from coat_jax.models.llama import apply_layers
 from coat_jax.remat.api import fp8_remat, rerun
-from pallas_kernels.checks import check_floating, check_positive
+from pallas_kernels.checks import check_floating, check_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class VitConfig:
     def __post_init__(self) -> None:
         sizes = ("image_size", "patch_size", "num_channels", "hidden_size")
         sizes += ("intermediate_size", "num_layers", "num_heads")
-        check_positive(**{name: getattr(self, name) for name in sizes})
+        check_sizes(**{name: getattr(self, name) for name in sizes})
         for size, part in (("image_size", "patch_size"), ("hidden_size", "num_heads")):
             if getattr(self, size) % getattr(self, part):
                 raise ValueError(

@@ -14,7 +14,12 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import ArrayLike
 
 from coat_jax.optimizers.codec import dequantized, quantized
-from coat_jax.optimizers.state import QuantizedState, is_state, wrong_version
+from coat_jax.optimizers.state import (
+    QuantizedState,
+    is_state,
+    without_dtype,
+    wrong_version,
+)
 from coat_jax.optimizers.trees import boxed, check_structure, is_quantized, unboxed
 
 ARRAYS = ("codes", "scale", "exponent")
@@ -172,7 +177,9 @@ def _check_average(name: str, x: Any, like: Any) -> None:
 
 def _check_array(name: str, x: Any, like: Any) -> None:
     if describe(x) != describe(like):
-        raise ValueError(f"{name} must be {describe(like)}, got {describe(x)}")
+        message = f"{name} must be {describe(like)}, got {describe(x)}"
+        reason = without_dtype(x, like.dtype) if hasattr(like, "dtype") else None
+        raise ValueError(f"{message}: {reason}" if reason else message)
 
 
 def wrong_value(scale: Any, exponent: Any) -> str | None:

@@ -148,39 +148,45 @@ def health_report(
     if amax is not None and role != "gradient":
         raise ValueError(f"amax is for role='gradient', got {amax!r} and {role!r}")
     stacked = (stacked,) if isinstance(stacked, str) else tuple(stacked)
-    found = {
-        keystr(path, simple=True, separator="/"): leaf
+    leaves = [
+        (keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(
             unboxed(tree), is_leaf=is_quantized
         )
         if _is_floating(leaf)
-    }
-    if not found:
+    ]
+    if not leaves:
         raise ValueError(f"health_report needs a floating array, got {summary(tree)}")
-    layered = {path for path in found if not set(path.split("/")).isdisjoint(stacked)}
-    if stacked and not layered:
+    paths, arrays = zip(*leaves, strict=True)
+    layered = [not set(path.split("/")).isdisjoint(stacked) for path in paths]
+    if stacked and not any(layered):
         raise ValueError(
-            f"stacked must name parts of {', '.join(found)}, got {stacked}"
+            f"stacked must name parts of {', '.join(paths)}, got {stacked}"
         )
-    for path in layered:
-        if not found[path].ndim:
+    for path, x, has_layers in zip(paths, arrays, layered, strict=True):
+        if has_layers and not x.ndim:
             raise ValueError(
                 f"stacked arrays need an axis of layers, got {path} without"
             )
-    return _report(found, amax, role=role, layered=frozenset(layered))
+    return _report(arrays, amax, role=role, paths=paths, layered=tuple(layered))
 
 
-@functools.partial(jax.jit, static_argnames=("role", "layered"))
+@functools.partial(jax.jit, static_argnames=("role", "paths", "layered"))
 def _report(
-    arrays: dict[str, Any], amax: Any, *, role: Role, layered: frozenset[str]
+    arrays: tuple[Any, ...],
+    amax: Any,
+    *,
+    role: Role,
+    paths: tuple[str, ...],
+    layered: tuple[bool, ...],
 ) -> HealthReport:
-    found = []
-    for path, x in arrays.items():
-        of = functools.partial(_of_array, amax=amax, role=role)
-        size = x.size // x.shape[0] if path in layered and x.size else x.size
-        statistics = jax.vmap(of)(x) if path in layered else of(x)
-        found.append(ArrayHealth(path=path, size=size, **statistics))
-    return HealthReport(tuple(found))
+    reports = []
+    of = functools.partial(_of_array, amax=amax, role=role)
+    for path, x, has_layers in zip(paths, arrays, layered, strict=True):
+        size = x.size // x.shape[0] if has_layers and x.size else x.size
+        statistics = jax.vmap(of)(x) if has_layers else of(x)
+        reports.append(ArrayHealth(path=path, size=size, **statistics))
+    return HealthReport(tuple(reports))
 
 
 def _of_array(x: Any, amax: Any, role: Role) -> dict[str, Float[Array, ""]]:

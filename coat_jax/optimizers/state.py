@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
+from jax.typing import DTypeLike
 
 from coat_jax import serialization
 from coat_jax.optimizers.moment import KNOWN, Moment
@@ -249,11 +251,27 @@ def _check_dtypes(moment: QuantizedArray, name: str) -> None:
     }
     for kind, (x, dtype) in stored.items():
         if x is not None and x.dtype != dtype:
-            raise ValueError(
-                f"the {kind} of {name} must be {jnp.dtype(dtype)}, got {x.dtype}: "
+            reason = without_dtype(x, dtype) or (
                 f"{kind} must not be cast; coat.to_optax_state(state) has the moments "
                 "as numbers"
             )
+            raise ValueError(
+                f"the {kind} of {name} must be {jnp.dtype(dtype)}, got {x.dtype}: "
+                f"{reason}"
+            )
+
+
+def without_dtype(x: Any, dtype: DTypeLike) -> str | None:
+    """Returns what to do with an array that a file of NumPy has without its `dtype`.
+
+    It is None for other arrays.
+    """
+    if getattr(x, "dtype", None) != np.dtype("V1"):
+        return None
+    return (
+        "files of NumPy do not name FP8 dtypes, so that arrays are read as bytes; "
+        f"array.view(jnp.{jnp.dtype(dtype)}) has the codes again"
+    )
 
 
 def _check_structure(grads: Any, state: QuantizedState) -> None:

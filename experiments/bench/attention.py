@@ -134,6 +134,11 @@ def main() -> None:
     parser.set_defaults(calls=5, round_s=0.1)
     add("--out", type=results_path, default=default_path("bench_attention"))
     args = parser.parse_args()
+    if args.documents and max(args.documents) > min(args.seqs):
+        parser.error(
+            "--documents must be at most the tokens of each of --seqs, got "
+            f"{max(args.documents)} and {min(args.seqs)}"
+        )
     rows = rows_to_join(parser, args.out)
     console = Console(width=110)
     checks = list(checked(args.head_dims))

@@ -35,12 +35,25 @@ def positive_int(text: str) -> int:
     Raises:
       argparse.ArgumentTypeError: If the text is no integer above zero.
     """
+    return _integer(text, 1, "a positive integer")
+
+
+def zero_or_more(text: str) -> int:
+    """Returns an integer that is zero or more; the type of arguments that are seeds.
+
+    Raises:
+      argparse.ArgumentTypeError: If the text is no such integer.
+    """
+    return _integer(text, 0, "an integer, zero or more")
+
+
+def _integer(text: str, least: int, rule: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
     return value
 
 
@@ -94,6 +107,20 @@ def results_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(
             f"nothing can be written at {text!r}: {error.strerror}"
         ) from error
+
+
+def list_of[Number](kind: type[Number]) -> Callable[[str], tuple[Number, ...]]:
+    """Returns the type of arguments that are numbers of a kind, with commas."""
+
+    def numbers(text: str) -> tuple[Number, ...]:
+        try:
+            return tuple(kind(each) for each in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"must be of type {kind.__name__}, with commas, got {text!r}"
+            ) from None
+
+    return numbers
 
 
 @contextlib.contextmanager

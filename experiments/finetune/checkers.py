@@ -6,6 +6,7 @@ the installed packages.
 """
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Mapping
@@ -67,7 +68,8 @@ def load_checker(name: str) -> Checker:
     """Returns the checker with a name in `CHECKERS`, or the function MODULE:FUNCTION.
 
     Raises:
-      ValueError: If there is no such checker.
+      ValueError: If there is no such checker, or it does not take the arguments of
+        `Checker`.
     """
     if name in CHECKERS:
         return CHECKERS[name]
@@ -83,6 +85,15 @@ def load_checker(name: str) -> Checker:
         raise ValueError(f"there is no checker {name!r}: {error}") from None
     if not callable(checker):
         raise ValueError(f"the checker {name!r} is no function, got {checker!r:.60}")
+    try:
+        inspect.signature(checker).bind("answer", "expected", {})
+    except TypeError as error:
+        raise ValueError(
+            f"the checker {name!r} is called with an answer, the expected result and "
+            f"the record's fields, but: {error}"
+        ) from None
+    except ValueError:  # Some functions of C have no signature.
+        pass
     return checker
 
 

@@ -36,11 +36,12 @@ from experiments.finetune.checkers import is_code, load_checker
 from experiments.finetune.encoding import Encoder, WordsEncoder
 from experiments.finetune.exact_match import Answer, Exam
 from experiments.finetune.folder_encoding import FolderEncoder
+from experiments.finetune.records import SUFFIXES
 from experiments.finetune.saving import save_models
 from experiments.finetune.settings import FinetuneRun, FinetuneSettings
 from experiments.finetune.splits import fitted, read_splits
 from experiments.finetune.training import AdapterTrainer, AnswerTrainer
-from experiments.training import interrupts, processes
+from experiments.training import files, interrupts, processes
 from experiments.training.interrupts import Interrupts
 from experiments.training.job import Inputs, Job, run_job, validation_batches
 from experiments.training.moment_plots import plot_moments
@@ -130,6 +131,8 @@ def _opened(
     if not args.given and smollm2.is_installed():
         args.given.update(smollm2.defaults())
     settings = args.settings()
+    for paths in (settings.data, settings.test):
+        files.check_once([Path(path) for path in paths], SUFFIXES)
     tokenizer = Path(settings.base) / _TOKENIZER
     inputs, fingerprint = load_inputs(settings, tokenizer, mesh)
     copied = [tokenizer] if settings.base and settings.tokenizer == "bpe" else []

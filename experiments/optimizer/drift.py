@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from rich.console import Console
 from tqdm import tqdm
 
-from experiments.common.programs import new_parser, results_path
+from experiments.common.programs import list_of, new_parser, positive_int, results_path
 from experiments.common.results import Bar, default_path, known_rows, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.common.tables import grouped
@@ -79,19 +79,19 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument
     add(
         "--b2",
-        type=_numbers(float),
+        type=list_of(float),
         default=(0.95, 0.99, 0.999, 0.9999),
         help="decay rates of the second moment (0.95,0.99,0.999,0.9999)",
         metavar="B2,...",
     )
     add(
         "--steps",
-        type=_numbers(int),
+        type=list_of(int),
         default=(1000, 10_000, 100_000),
         help="lengths of runs (1000,10000,100000)",
         metavar="N,...",
     )
-    add("--groups", type=int, default=64, help="groups of 128 a story (64)")
+    add("--groups", type=positive_int, default=64, help="groups of 128 a story (64)")
     out = default_path("drift")
     add(
         "--out",
@@ -101,10 +101,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
     )
     return top
-
-
-def _numbers(kind: type) -> Callable[[str], tuple[Any, ...]]:
-    return lambda value: tuple(map(kind, value.split(",")))
 
 
 def study(

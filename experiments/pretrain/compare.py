@@ -43,7 +43,7 @@ from experiments.training import data, text
 from experiments.training.job import Inputs
 from experiments.training.plots import curve, draw_curves
 from experiments.training.runs import Run
-from experiments.training.settings import Recipe, Settings
+from experiments.training.settings import Recipe, Settings, percent
 
 Row = dict[str, Any]
 UNREAD = "unread files"  # The run's own validation text.
@@ -208,7 +208,7 @@ def _names(settings: Settings, recipe: Recipe) -> dict[str, Any]:
     """
     name: str = recipe
     if settings.last_recipe(recipe) != recipe:
-        name = f"{recipe}, the last {settings.bf16_last:.0%} in BF16"
+        name = f"{recipe}, the last {percent(settings.bf16_last)} in BF16"
     return {"recipe": name, "seed": settings.seed}
 
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from experiments.common import meshes
-from experiments.training import arguments, data, interrupts, processes, report
+from experiments.training import arguments, data, files, interrupts, processes, report
 from experiments.training.health_plots import plot_health
 from experiments.training.interrupts import Interrupts
 from experiments.training.job import Inputs, Job, run_job, validation_batches
@@ -80,11 +80,13 @@ def _opened(
         return run, inputs
     check_unused(args.folder)
     settings = args.settings()
+    files.check_once([Path(path) for path in settings.data])
     with stop.temporary_folder() as scratch:
         corpus = load_corpus(settings, scratch)
         inputs = select_inputs(corpus, settings, mesh)
-        files = list(scratch.iterdir())
-        return Run.create(args.folder, settings, corpus.fingerprint(), files), inputs
+        run_files = list(scratch.iterdir())
+        fingerprint = corpus.fingerprint()
+        return Run.create(args.folder, settings, fingerprint, run_files), inputs
 
 
 def load_corpus(settings: Settings, folder: Path) -> data.Corpus:

@@ -18,6 +18,7 @@ from experiments.common.programs import (
     positive_float,
     positive_int,
     results_path,
+    zero_or_more,
 )
 from experiments.common.results import Bar, default_path, write_results
 from experiments.rewrites.verdicts import Judged, Outcome
@@ -67,7 +68,7 @@ def bars_of(rows: list[dict[str, Any]]) -> list[Bar]:
 
 def _arguments() -> argparse.Namespace:
     parser = new_parser("experiments.rewrites.rewrites", __doc__ or "")
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--first-seed", type=zero_or_more, default=0)
     parser.add_argument("--programs", type=positive_int, default=1000)
     parser.add_argument(
         "--processes",

@@ -82,6 +82,22 @@ def find_files(
     return files
 
 
+def check_once(
+    paths: Sequence[Path], suffixes: Sequence[str] = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES)
+) -> None:
+    """Raises ValueError if `find_files` would return a file twice.
+
+    This happens if a path is named twice, or a folder and a file or folder in it. Links
+    of different names are different files.
+    """
+    places = set()
+    for path in find_files(paths, suffixes):
+        place = os.path.join(os.path.realpath(path.parent), path.name)
+        if place in places:
+            raise ValueError(f"data must name each file once, got {path} twice")
+        places.add(place)
+
+
 def is_tokens(path: Path) -> bool:
     """Returns whether a file has the name of a token array."""
     return path.suffix.lower() in TOKEN_SUFFIXES

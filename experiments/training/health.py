@@ -5,7 +5,8 @@ and the activations of its batch. Activations are computed in an additional forw
 pass, by plain JAX functions in the dtype of the computation.
 """
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,16 +16,21 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 import coat_jax as coat
-from coat_jax.layers.attention import causal_attention
-from coat_jax.layers.decoder import DecoderLayer
-from coat_jax.layers.recipes import GATES, NORMS
+from coat_jax.layers.decoder import WEIGHTS, DecoderLayer
+from coat_jax.layers.experts.routing import Shares
+from coat_jax.layers.plain import PlainRecipe
+from coat_jax.layers.recipe import Residual
 from coat_jax.models import llama
 
 Reports = dict[str, Any]
 
 
 def reports(
-    model: llama.Llama, tokens: Int[Array, "b s"], grads: nnx.State, opt_state: Any
+    model: llama.Llama,
+    tokens: Int[Array, "b s"],
+    grads: nnx.State,
+    opt_state: Any,
+    segment_ids: Int[Array, "b s"] | None = None,
 ) -> Reports:
     """Returns the reports of a step as a pytree, by the kind of array.
 
@@ -33,12 +39,13 @@ def reports(
       tokens: The tokens of the batch.
       grads: The gradients of the parameters.
       opt_state: The optimizer's state before the step.
+      segment_ids: The number of each token's document, if sequences are packed.
     """
     params = nnx.state(model, nnx.Param)
     by_kind: Reports = {
         "parameters": coat.health_report(params, stacked="layers"),
         "gradients": coat.health_report(grads, role="gradient", stacked="layers"),
-        "activations": _activations(model, tokens),
+        "activations": _activations(model, tokens, segment_ids),
     }
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_quantized)
     moments = {
@@ -62,43 +69,69 @@ def _is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, coat.QuantizedArray)
 
 
-def _activations(model: llama.Llama, tokens: Int[Array, "b s"]) -> tuple[Any, Any]:
+def _activations(
+    model: llama.Llama, tokens: Int[Array, "b s"], segment_ids: Int[Array, "b s"] | None
+) -> tuple[Any, Any]:
     """Returns two reports by layer: of matmuls' operands, and of saved arrays."""
-    config = model.config
     graph, stacked = nnx.split(model.layers)
 
     def layer(x, params):
-        x, operands, saved = _tapped(nnx.merge(graph, params), x)
+        x, operands, saved = _tapped(nnx.merge(graph, params), x, segment_ids)
         of_operands = coat.health_report(operands)
         return x, (of_operands, coat.health_report(saved, role="saved"))
 
-    x = model.embedding[...][tokens].astype(config.dtype)
-    return lax.scan(layer, x, stacked)[1]
+    return lax.scan(layer, model.embed(tokens), stacked)[1]
+
+
+class _Gathered(PlainRecipe):
+    """A recipe that sends no tokens to the devices of their experts.
+
+    Arrays within a program for each device could not be reported.
+    """
+
+    def experts(self, *arguments: Any, **options: Any) -> tuple[Residual, Shares]:
+        """Adds the outputs of experts, with their weights on each device."""
+        return super().experts(*arguments, **options | {"sent": False})
 
 
 def _tapped(
-    layer: DecoderLayer, x: Float[Array, "b s h"]
+    layer: DecoderLayer, x: Float[Array, "b s h"], segment_ids: Int[Array, "b s"] | None
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """Returns a layer's output, its matmuls' inputs, and its saved arrays, by name.
 
-    Saved arrays are the arrays that the backward pass reads.
+    Saved arrays are the arrays that the backward pass reads. Gate and up of experts
+    have a row for each choice of a token.
     """
+    operands: dict[str, Array] = {}
+    saved = {"stream": x}
 
-    def product(x, weight):
-        return jnp.tensordot(x, weight[...].astype(x.dtype), axes=(-1, -1))
+    def multiplied(x: Array, product: Callable[[], Array]) -> Array:
+        name = next(name for name in WEIGHTS if f"input of {name}" not in operands)
+        operands[f"input of {name}"], y = x, product()
+        if name == "gate_up":
+            saved["gate and up"] = y
+        return y
 
-    def norm(weight, x):
-        weight = None if weight is None else weight[...]
-        return NORMS[layer.norm.kind](x, weight, eps=layer.norm.eps)
+    def linear(x, weight):
+        weight = weight.astype(x.dtype)
+        return multiplied(x, lambda: jnp.tensordot(x, weight, axes=(-1, -1)))
 
-    first = norm(layer.attention_norm, x)
-    attended = causal_attention(*layer.heads.split(product(first, layer.qkv)))
-    attended = attended.reshape(*x.shape[:2], -1)
-    middle = x + product(attended, layer.out)
-    second = norm(layer.mlp_norm, middle)
-    gate_up = product(second, layer.gate_up)
-    hidden = GATES[layer.gate](gate_up[..., 0, :], gate_up[..., 1, :])
-    operands = {"qkv": first, "out": attended, "gate_up": second, "down": hidden}
-    operands = {f"input of {name}": value for name, value in operands.items()}
-    saved = {"stream": x, "stream before the MLP": middle, "gate and up": gate_up}
-    return middle + product(hidden, layer.down), operands, saved
+    def of_experts(x, weight, rows, of_tokens):
+        weight = weight.reshape(len(weight), -1, weight.shape[-1]).astype(x.dtype)
+        x = rows.of_tokens(x) if of_tokens else x
+        each = weight.swapaxes(1, 2)
+        return multiplied(x, lambda: lax.ragged_dot(x, each, rows.sizes))
+
+    def projected(project):
+        def run(*arguments):
+            saved["stream before the MLP"] = y = project(*arguments)
+            return y
+
+        return run
+
+    # The forward pass is of whole sequences on any mesh.
+    layer.heads = dataclasses.replace(layer.heads, context=None)
+    layer.attention = dataclasses.replace(layer.attention, context=None)
+    options = {"product": of_experts, "projection": projected}
+    layer.recipe = _Gathered(linear=linear, **options)
+    return layer(x, segment_ids), operands, saved

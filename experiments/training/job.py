@@ -153,6 +153,13 @@ def _trained(
 ) -> int:
     """Trains with all recipes and reports the results; returns an exit code."""
     print(f"{run.folder}: {', '.join(run.settings.recipes)}", flush=True)
+    batch_size, count = run.settings.batch_size, len(inputs.windows)
+    if batch_size > count:
+        print(
+            f"--batch-size {batch_size} repeats sequences in each batch: the data has "
+            f"{count} of --seq-len {run.settings.seq_len}",
+            flush=True,
+        )
     resume = job.resume_command(run.folder, inputs.mesh)
     try:
         for recipe in run.settings.recipes:
@@ -206,7 +213,11 @@ def train(
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    trainer = _trainer(run, recipe, inputs)
+    done = sum(row["recipe"] == recipe for row in run.rows("metrics"))
+    if run.steps is not None and done >= run.early_steps(recipe):
+        trainer = _trainer(run, run.settings.last_recipe(recipe), inputs)
+    else:
+        trainer = _trainer(run, recipe, inputs)
     line = memory.description(trainer, run.settings)
     raise memory.OutOfMemory(f"{recipe}: {line}")
 

@@ -95,7 +95,8 @@ def curve(losses: Float[np.ndarray, " n"]) -> dict[str, list[float]]:
 def draw_curves(curves: Sequence[Mapping[str, Any]], title: str, unit: str) -> Figure:
     """Draws losses by recipe, averaged over seeds, and below them their gaps.
 
-    The gaps are relative differences to the first recipe.
+    The gaps are relative differences to the first recipe. Names that are no recipes
+    have Matplotlib's colors.
 
     Args:
       curves: Rows with "recipe", and "steps" and "losses" as `curve` returns them.
@@ -105,14 +106,16 @@ def draw_curves(curves: Sequence[Mapping[str, Any]], title: str, unit: str) -> F
     drawn = Figure(figsize=(8, 5), layout="constrained", dpi=150)
     losses, gaps = drawn.subplots(2, sharex=True, height_ratios=(5, 2))
     reference = None
+    colors, lines = dict(RECIPE_COLORS), dict(RECIPE_LINES)
     recipes = list(dict.fromkeys(row["recipe"] for row in curves))
-    for recipe in recipes:
+    for number, recipe in enumerate(recipes):
         runs = [row for row in curves if row["recipe"] == recipe]
         steps = np.array(runs[0]["steps"])
         values = np.mean([row["losses"] for row in runs], axis=0)
         smooth = trailing_mean(values, max(1, len(values) // 25))
         reference = smooth if reference is None else reference
-        style = {"color": RECIPE_COLORS[recipe], "linestyle": RECIPE_LINES[recipe]}
+        style = {"color": colors.get(recipe, f"C{number}")}
+        style["linestyle"] = lines.get(recipe, "-")
         losses.plot(steps, smooth, **style, linewidth=1.5, label=recipe)
         gaps.plot(steps, 100 * (smooth / reference - 1), **style, linewidth=1.5)
     losses.set_yscale("log")

@@ -13,7 +13,7 @@ from experiments.common.tables import new_table
 from experiments.training import speed
 from experiments.training.checkpoints import Progress
 from experiments.training.runs import Run
-from experiments.training.settings import COAT_RECIPES, Recipe, Settings
+from experiments.training.settings import COAT_RECIPES, Recipe, Settings, percent
 from experiments.training.trainer import Trainer
 
 
@@ -121,7 +121,7 @@ def table(summary: dict[str, Any]) -> Table:
         f"{summary['preset']}, {summary['steps']} steps, {summary['device']['name']}"
     )
     if last := summary["bf16_last"]:
-        title += f", the last {last:.0%} with BF16 matmuls"
+        title += f", the last {percent(last)} with BF16 matmuls"
     result = new_table(title, "", *summary["recipes"])
     first = next(iter(summary["recipes"]))
     nats = f"nats a {summary['nats_per']}"

@@ -260,10 +260,8 @@ class Run:
         """
         before = type(self)(self.folder, self._record)
         for recipe, progress in saved.items():
-            first = min(run.early_steps(recipe) for run in (self, before))
-            if self.settings.bf16_last != before.settings.bf16_last and (
-                progress.step > first
-            ):
+            first, last = sorted(run.early_steps(recipe) for run in (self, before))
+            if first < last and progress.step > first:
                 raise ValueError(
                     f"--bf16-last {self.settings.bf16_last} would change steps from "
                     f"{first + 1} on, and {recipe} is at step {progress.step}"
@@ -403,7 +401,7 @@ def _read_record(folder: Path, kind: type[Settings]) -> dict[str, Any]:
     """Returns the contents of run.json without the checksum.
 
     Raises:
-      ValueError: If the file is damaged.
+      ValueError: If the file is damaged, or of another program.
     """
     path = folder / _RUN
     try:
@@ -420,11 +418,26 @@ def _read_record(folder: Path, kind: type[Settings]) -> dict[str, Any]:
             f"{path} is damaged: it does not have its checksum; if the change is "
             'meant, remove the entry "checksum"'
         )
+    _check_program(path, record["settings"], kind)
     try:
         _check_record(record, kind)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     return record
+
+
+def _check_program(path: Path, settings: Any, kind: type[Settings]) -> None:
+    """Raises ValueError if another program wrote the settings of a run.
+
+    All runs of fine-tuning, also of older versions, have the setting `base`.
+    """
+    fields = {field.name for field in dataclasses.fields(kind)}
+    written, needed = (
+        "experiments.finetune" if "base" in names else "experiments.pretrain"
+        for names in (settings if isinstance(settings, dict) else fields, fields)
+    )
+    if written != needed:
+        raise ValueError(f"{path} is of {written}, not of {needed}")
 
 
 def _check_record(record: Mapping[str, Any], kind: type[Settings]) -> None:

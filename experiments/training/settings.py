@@ -217,7 +217,7 @@ class Settings(OptimizerSettings):
         """Returns how many of a training's `steps` come before `bf16_last` begins."""
         if self.last_recipe(recipe) == recipe:
             return steps
-        return steps - max(1, round(self.bf16_last * steps))
+        return max(0, steps - max(1, round(self.bf16_last * steps)))
 
     @property
     def tokens_per_step(self) -> int:
@@ -258,6 +258,16 @@ class Settings(OptimizerSettings):
         if arguments["preset"] not in cls.presets():
             raise ValueError(f"there is no preset {arguments['preset']!r:.100}")
         return cls(**arguments)
+
+
+def percent(part: float) -> str:
+    """Returns a part, such as `bf16_last`, in percent with all digits that it needs.
+
+    Examples:
+      >>> percent(0.1), percent(0.004)
+      ('10%', '0.4%')
+    """
+    return f"{100 * part:.12g}%"
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -405,6 +415,12 @@ def _shape(settings: Settings) -> llama.LlamaConfig:
         "num_heads": heads,
         "num_kv_heads": settings.kv_heads or kv_heads,
     }
+    elements = shape["num_layers"] * hidden * max(hidden, intermediate)
+    if elements >= 2**48:
+        raise ValueError(
+            "layers, times hidden, times the larger of hidden and intermediate, must "
+            f"be below 2**48, got {shape['num_layers']}, {hidden} and {intermediate}"
+        )
     kv_heads = shape["num_kv_heads"]
     if hidden % heads or hidden // heads % 2:
         raise ValueError(

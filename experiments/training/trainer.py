@@ -104,11 +104,12 @@ class Trainer(ModelTrainer):
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
 
     def reports(
-        self, state: TrainState, batch: Int32[Array, "b length+1"], grads: nnx.State
+        self, state: TrainState, batch: Int32[Array, "..."], grads: nnx.State
     ) -> health.Reports:
         """Returns reports of amax, saturation and underflow."""
-        model = self.merged(state.params, state.histories)
-        return health.reports(model, batch[:, :-1], grads, state.opt_state)
+        model, inputs = self.merged(state.params, state.histories), self.inputs(batch)
+        where = inputs["tokens"], grads, state.opt_state, inputs.get("segment_ids")
+        return health.reports(model, *where)
 
     def placed(
         self, batch: Int32[np.ndarray, "rows length+1"], size: int

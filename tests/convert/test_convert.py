@@ -176,7 +176,12 @@ def test_converted_blocks_save_less_than_either_line_alone():
 
 @pytest.mark.parametrize(
     "rule",
-    [".*/(gate|up)/kernel", [".*gate/kernel", ".*up/kernel"], lambda p: "kernel" in p],
+    [
+        ".*/(gate|up)/kernel",
+        [".*gate/kernel", ".*up/kernel"],
+        (f".*{name}/kernel" for name in ("gate", "up")),
+        lambda p: "kernel" in p,
+    ],
 )
 def test_rules_choose_matmuls_by_path(rule):
     model = coat.fp8(Model(nnx.Rngs(0)), blocks="layers/1", matmuls=rule)

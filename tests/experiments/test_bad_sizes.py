@@ -22,6 +22,7 @@ _HEADS = "the number of heads, must be a multiple of kv_heads, got"
         ("activations.memory", "--heads 3", "heads must divide 4096, got 3"),
         ("activations.memory", "--kv-heads 5", f"{_HEADS} 4096 / 128 and 5"),
         ("bench.attention", "--seqs 128 -1", f"--seqs: {_COUNT} '-1'"),
+        ("bench.attention", "--documents 5000", "of each of --seqs, got 5000 and 2048"),
         ("bench.attention", "--round-s nan", f"--round-s: {_NUMBER} 'nan'"),
         ("bench.compile", "--layers 0", f"--layers: {_COUNT} '0'"),
         ("bench.compile", "--hidden 1.5", f"--hidden: {_COUNT} '1.5'"),
@@ -44,6 +45,9 @@ _HEADS = "the number of heads, must be a multiple of kv_heads, got"
         ("kernels.tune", "--shapes 1,2", "--shapes: must be 3 sizes, got '1,2'"),
         ("studies.finetune_large", "--preset abc", "invalid choice: 'abc'"),
         ("studies.finetune_large", "--steps 0", f"--steps: {_COUNT} '0'"),
+        ("optimizer.drift", "--b2 x", "--b2: must be of type float, with commas, got"),
+        ("optimizer.drift", "--groups 0", f"--groups: {_COUNT} '0'"),
+        ("rewrites.rewrites", "--first-seed -1", "--first-seed: must be an integer, z"),
         ("rewrites.rewrites", "--programs 0", f"--programs: {_COUNT} '0'"),
     ],
 )

@@ -3,13 +3,24 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 from helpers.kills import Killed, on_call
-from helpers.main_job import bits, final_state, resume, rows_of, tiny, write_letters
+from helpers.main_job import (
+    bits,
+    final_state,
+    resume,
+    rows_of,
+    tiny,
+    untrained,
+    write_letters,
+)
 
+from experiments.common.results import read_results
 from experiments.finetune.settings import settings as finetune_settings
 from experiments.pretrain import compare, program
 from experiments.training import job, runs
+from experiments.training.checkpoints import Progress
 from experiments.training.settings import model_config
 from experiments.training.trainer import Trainer
 
@@ -101,6 +112,7 @@ def test_the_smallest_part_is_a_step():
     settings = tiny(recipes=("bf16", "te", "coat_max"), bf16_last=1e-6)
     assert settings.early_steps("te", 100) == 99
     assert settings.early_steps("bf16", 100) == 100
+    assert settings.early_steps("te", 0) == 0
     lasts = [settings.last_recipe(recipe) for recipe in settings.recipes]
     assert lasts == ["bf16", "bf16", "coat_bf16"]
 
@@ -120,6 +132,42 @@ def test_a_part_without_effect_is_refused(changes, message):
         tiny(**{"bf16_last": 0.5, **changes})
 
 
+@pytest.mark.parametrize(("step", "recipe"), [(_EARLY, "te"), (_EARLY + 1, "bf16")])
+def test_a_message_of_little_memory_is_of_the_step_that_took_it(
+    step, recipe, tmp_path, text, monkeypatch, capsys
+):
+    described = []
+
+    def describe(trainer, settings):
+        described.append(trainer.config.recipe)
+        return "out of memory"
+
+    monkeypatch.setattr(job.memory, "description", describe)
+
+    def run_out():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    on_call(monkeypatch, Trainer, "step", step, run_out)
+    argv = [*_ARGV, *_LAST, "--data", str(text), "--out", str(tmp_path / "run")]
+    assert program.main(argv) == 1
+    assert described == [recipe]
+    assert "te: out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("done", "changes"),
+    [
+        ({}, {"steps": 10, "minutes": 1.0}),  # No recipe has set the steps.
+        ({"bf16": 20, "te": 5}, {"steps": 10}),  # Steps of bf16 do not change.
+    ],
+)
+def test_the_part_may_change_if_no_step_changes(done, changes, tmp_path):
+    folder = untrained(tmp_path / "run", recipes=("bf16", "te"), **changes)
+    progress = {r: Progress(step=done.get(r, 0)) for r in ("bf16", "te")}
+    run = runs.Run.open(folder, {"bf16_last": 0.2})
+    run._check_early_steps(progress)
+
+
 def test_adapters_take_no_last_part(tmp_path):
     options = {"model": str(tmp_path), "preset": "folder", "rounding": "nearest"}
     options |= {"data": ("a.jsonl",), "lora": 4, "recipes": ("coat",)}
@@ -128,7 +176,13 @@ def test_adapters_take_no_last_part(tmp_path):
         dataclasses.replace(settings, bf16_last=0.5)
 
 
-def test_comparisons_name_the_last_part(finished):
-    contents = compare.compared([finished], measures=False)
+def test_comparisons_name_the_last_part(finished, tmp_path):
+    out = tmp_path / "compared.json"
+    assert compare.main([str(finished), "--losses", "--out", str(out)]) == 0
+    contents = read_results(out)
     (row,), (curve,) = contents["rows"], contents["curves"]
     assert row["recipe"] == curve["recipe"] == "te, the last 40% in BF16"
+    assert out.with_suffix(".png").exists()
+    for part, percents in ((0.101, "10.1%"), (0.004, "0.4%")):
+        names = compare._names(tiny(recipes=("te",), bf16_last=part), "te")
+        assert names["recipe"] == f"te, the last {percents} in BF16"

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.training import data, text
+from experiments.training import data, files, text
 
 
 def _windows(arrays, length=4):
@@ -26,6 +26,20 @@ def test_standard_library_is_the_default(standard_library):
     assert 0.02 < validation.size / (train.size + validation.size) < 0.1
     source = bytes(np.where(train == 256, 10, train).astype(np.uint8))
     assert source.count(b"import ") > 1000
+
+
+def test_a_file_that_is_named_twice_is_refused(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "inner").mkdir(parents=True)
+    for path in (folder / "a.txt", folder / "inner" / "b.txt"):
+        path.write_text("letters")
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "c.txt").symlink_to(folder / "a.txt")  # A copy of another name.
+    files.check_once([folder])
+    files.check_once([folder / "a.txt", folder / "inner"])
+    for twice in ("texts/a.txt", "texts/inner", "texts", "link/inner/b.txt"):
+        with pytest.raises(ValueError, match=r"once, got .*/(a|b)\.txt twice"):
+            files.check_once([folder, tmp_path / twice])
 
 
 def test_no_document_is_in_both_splits(standard_library):

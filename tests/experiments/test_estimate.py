@@ -117,6 +117,7 @@ def test_the_figure_has_a_bar_for_each_recipe_and_kind():
         ("--batch 0", "got 0"),
         ("--sequence -1", "got -1"),
         ("--layers 0", "got 0"),
+        ("--vocab-size 1099511627776", "vocab_size must be below 2**31, got 1099511"),
         ("--gpu-memory 0", "got 0"),
         ("--gpu-memory nan", "got nan"),
         ("--memory-share 1.5", "got 1.5"),

@@ -136,6 +136,17 @@ def test_microbatches_have_the_gradient_of_the_batch():
         assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(a)
 
 
+def test_a_checker_takes_three_arguments():
+    rule = "called with an answer, the expected result and the record's fields, but: "
+    with pytest.raises(ValueError, match=rule + "too many positional"):
+        settings.settings({"checker": f"{__name__}:_of_two"})
+    assert checkers.load_checker("builtins:max") is max  # It has no signature.
+
+
+def _of_two(answer, expected):
+    return answer == expected
+
+
 def _capitals(answer, expected, fields):
     return answer == fields["answer"].upper()
 

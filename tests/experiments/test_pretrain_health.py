@@ -11,6 +11,8 @@ from flax import nnx
 from helpers.events import events
 from helpers.main_job import write_letters
 
+from coat_jax.models import llama
+from experiments.finetune.training import AnswerTrainer
 from experiments.pretrain import program as pretrain
 from experiments.training import health, health_plots, runs
 from experiments.training import trainer as training
@@ -82,6 +84,50 @@ def test_activations_are_those_of_the_layers(reported):
         assert row["size"] == expected.size
     names = {key[1] for key in rows if key[0] == "activations"}
     assert len(names) == 7
+
+
+_EXPERTS = llama.Experts(num_experts=4, top_k=2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"experts": _EXPERTS},
+        {"norm_placement": "after", "qk_norm": "width"},
+        {"norm_placement": "both", "embedding_scale": 8.0, "window": 4},
+        {"qkv_bias": True, "qk_norm": "head"},
+    ],
+)
+def test_activations_are_those_of_any_layer(changes):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    config = llama.LlamaConfig(**sizes, recipe="bf16", dtype=np.float32, **changes)
+    model = llama.Llama(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 64)
+    segment_ids = np.repeat([[0, 1]], 8, axis=1).repeat(2, axis=0)
+    graph, stacked = nnx.split(model.layers)
+    x = model.embed(tokens)
+    for layer in range(2):
+        params = jax.tree.map(lambda each, layer=layer: each[layer], stacked)
+        x, operands, saved = health._tapped(nnx.merge(graph, params), x, segment_ids)
+    expected = model.hidden(tokens, segment_ids)
+    np.testing.assert_allclose(model.final_norm(x), expected, atol=1e-5)
+    names = [f"input of {name}" for name in ("qkv", "out", "gate_up", "down")]
+    assert list(operands) == names
+    rows = 32 * (2 if "experts" in changes else 1)
+    sizes = [saved[n].size for n in ("stream", "stream before the MLP", "gate and up")]
+    assert sizes == [32 * 32, 32 * 32, rows * 2 * 48]
+
+
+def test_a_fine_tuning_reports_the_activations_of_its_tokens():
+    config = model_config(_SETTINGS, "bf16", 257)
+    trainer = AnswerTrainer(config, _SETTINGS, steps=10, base=None)
+    state = trainer.abstract_state()
+    reports = jax.eval_shape(
+        trainer.reports, state, trainer.abstract_batch, state.params
+    )
+    sizes = {array.path: array.size for array in reports["activations"][1].arrays}
+    assert sizes["stream"] == _SETTINGS.tokens_per_step * config.hidden_size
 
 
 @pytest.mark.slow

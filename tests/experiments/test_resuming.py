@@ -11,6 +11,8 @@ from helpers.events import events
 from helpers.kills import Killed, on_call
 from helpers.main_job import bits, final_state, resume, rows_of, tiny, write_letters
 
+from experiments.finetune import program as finetune
+from experiments.finetune.settings import FinetuneRun
 from experiments.pretrain import program as pretrain
 from experiments.training import plots, runs
 from experiments.training.settings import Settings
@@ -120,6 +122,20 @@ def test_steps_only_grow(copied_in_bf16, capsys):
     assert "--steps 5 was given" in output
     assert f"has {_STEPS}" in output
     assert (copied_in_bf16 / "run.json").read_bytes() == initial
+
+
+@pytest.mark.parametrize("program", [pretrain, finetune])
+def test_a_run_is_resumed_by_its_program(program, tmp_path, capsys):
+    writer, name = {
+        pretrain: (FinetuneRun, "experiments.finetune, not of experiments.pretrain"),
+        finetune: (runs.Run, "experiments.pretrain, not of experiments.finetune"),
+    }[program]
+    path = tmp_path / "run" / "run.json"
+    settings = writer.kind(**dataclasses.asdict(_settings()))
+    writer.create(path.parent, settings, "data")
+    assert program.main(["--resume", str(path.parent)]) == 2
+    assert capsys.readouterr().err == f"error: {path} is of {name}\n"
+    assert writer.open(path.parent, {}).settings == settings
 
 
 def test_a_refused_resume_records_nothing(copied_in_bf16, capsys):

@@ -8,7 +8,7 @@ from helpers.main_job import untrained, write_letters
 
 from experiments.finetune import settings as finetuning
 from experiments.pretrain import program as pretrain
-from experiments.training import arguments, runs
+from experiments.training import arguments, job, runs
 from experiments.training.settings import PRESETS, Settings, model_config
 from experiments.training.trainer import Trainer
 
@@ -50,6 +50,7 @@ def test_without_sizes_the_shape_is_the_presets():
         ("--hidden 100 --heads 3", "hidden 100 and heads 3"),
         ("--hidden 12 --heads 4", "an even number of times heads"),
         ("--heads 4 --kv-heads 3", "heads must be a multiple of kv_heads, got 4 and 3"),
+        ("--hidden 1073741824", "below 2**48, got 2, 1073741824 and 2147483648"),
         ("--layers 0", "layers must be positive, got 0"),
     ],
 )
@@ -62,6 +63,20 @@ def test_sizes_that_do_not_fit_are_refused_on_one_line(
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_batches_with_more_sequences_than_the_data_are_named(
+    tmp_path, monkeypatch, capsys
+):
+    def end(*_, **__):
+        raise OSError("no step is needed")
+
+    monkeypatch.setattr(job, "train", end)
+    text = write_letters(tmp_path / "a.txt", 1000)
+    argv = ["--preset", "tiny", "--batch-size", "64", "--seq-len", "32"]
+    assert pretrain.main([*argv, "--data", str(text), "--out", f"{tmp_path}/run"]) == 1
+    note = "repeats sequences in each batch: the data has 29 of --seq-len 32\n"
+    assert f"--batch-size 64 {note}" in capsys.readouterr().out
 
 
 _ONE_LAYER = ["--preset", "tiny", "--layers", "1", "--recipes", "bf16", "--steps", "1"]

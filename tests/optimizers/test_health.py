@@ -44,6 +44,14 @@ def numbers(row) -> dict[str, float]:
     return {k: v for k, v in row.items() if k not in ("path", "size", "layer")}
 
 
+def test_every_array_is_reported_in_the_order_of_the_tree():
+    tree = [{"a/b": jnp.ones(3), "a": {"b": jnp.ones(4)}}, *map(jnp.ones, range(1, 11))]
+    rows = coat.health_report(tree).rows()
+    paths = ["0/a/b", "0/a/b", *map(str, range(1, 11))]
+    assert [row["path"] for row in rows] == paths
+    assert [row["size"] for row in rows] == [4, 3, *range(1, 11)]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("role", _ROLES)
 def test_statistics_are_those_of_the_codes(rng, role, dtype):

@@ -12,6 +12,7 @@ from helpers.marks import slow_except
 from helpers.optimizers import SHAPE, assert_same_bits, gradients, is_quantized
 
 import coat_jax as coat
+from coat_jax.optimizers.checkpoint import check_restored
 
 PARAMS = {"w": jnp.ones(SHAPE), "b": jnp.ones(8)}
 GRADS = {"w": jnp.asarray(gradients(0)), "b": jnp.asarray(gradients(1, (8,)))}
@@ -173,3 +174,19 @@ def test_codes_that_were_cast_are_refused(dtype):
     _, (tx, state) = _pair("chain")
     with pytest.raises(ValueError, match=r"codes of mu\['w'\] must be float8_e4m3fn"):
         tx.update(GRADS, optax.tree.cast(state, dtype), PARAMS)
+
+
+def test_codes_from_a_file_of_numpy_are_viewed_in_their_dtype(tmp_path):
+    _, (tx, state) = _pair("chain")
+    leaves, structure = jax.tree.flatten(state)
+    np.savez(tmp_path / "state.npz", *leaves)
+    with np.load(tmp_path / "state.npz") as file:
+        restored = structure.unflatten(file.values())
+    message = r"must be float8_e4m3fn.*view\(jnp\.float8_e4m3fn\)"
+    with pytest.raises(ValueError, match=message):
+        tx.update(GRADS, restored, PARAMS)
+    with pytest.raises(ValueError, match=message):
+        check_restored(restored, state)
+    viewed = jax.tree.map(lambda x, like: x.view(like.dtype), restored, state)
+    check_restored(viewed, state)
+    assert_same_bits(tx.update(GRADS, viewed, PARAMS), tx.update(GRADS, state, PARAMS))

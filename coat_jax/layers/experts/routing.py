@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from coat_jax.layers.parts import Norm
-from pallas_kernels.checks import check_positive
+from pallas_kernels.checks import check_sizes
 from pallas_kernels.dispatch import array_types
 
 RouterScores = Literal["softmax", "sigmoid"]
@@ -72,7 +72,7 @@ class Experts:
     buffer: float | None = None
 
     def __post_init__(self) -> None:
-        check_positive(num_experts=self.num_experts, top_k=self.top_k)
+        check_sizes(num_experts=self.num_experts, top_k=self.top_k)
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"top_k must be at most num_experts {self.num_experts}, got "
