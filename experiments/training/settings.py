@@ -217,7 +217,8 @@ class Settings(OptimizerSettings):
         """Returns how many of a training's `steps` come before `bf16_last` begins."""
         if self.last_recipe(recipe) == recipe:
             return steps
-        return max(0, steps - max(1, round(self.bf16_last * steps)))
+        late = max(1, round(self.bf16_last * steps))
+        return max(min(1, steps), steps - late)
 
     @property
     def tokens_per_step(self) -> int:

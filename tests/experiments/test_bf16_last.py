@@ -111,6 +111,8 @@ def test_the_part_may_change_until_it_begins(
 def test_the_smallest_part_is_a_step():
     settings = tiny(recipes=("bf16", "te", "coat_max"), bf16_last=1e-6)
     assert settings.early_steps("te", 100) == 99
+    largest = dataclasses.replace(settings, bf16_last=0.999)
+    assert largest.early_steps("te", 20) == 1  # The recipe has a step.
     assert settings.early_steps("bf16", 100) == 100
     assert settings.early_steps("te", 0) == 0
     lasts = [settings.last_recipe(recipe) for recipe in settings.recipes]
