@@ -12,6 +12,7 @@ The compiler needs packages that `experiments.common.sm90` names.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 from experiments.bench import compile_case
 from experiments.common import sm90, tables
-from experiments.common.layer_cases import Shape
+from experiments.common.layer_cases import LLAMA_2_7B, add_sizes, shape_of
 from experiments.common.programs import (
     new_parser,
     positive_int,
@@ -49,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = top.parse_args(argv)
     if why := sm90.missing():
         top.error(why)
-    sizes = compile_case.sizes(args)
     with usage_errors(top):
-        Shape(**sizes)
+        sizes = dataclasses.asdict(shape_of(args))
     cases = [
         {"gpus": gpus, "layers": layers, "case": case}
         for gpus in args.gpus
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cases", nargs="+", choices=names, default=names, metavar="CASE")
     add("--gpus", nargs="+", type=int, choices=(1, 2), default=[1, 2])
     add("--layers", nargs="+", type=positive_int, default=[4, _LAYERS])
-    compile_case.add_sizes(top)
+    add_sizes(top, LLAMA_2_7B)  # The batch is for each GPU.
     add("--out", type=results_path, default=default_path("bench_compile"))
     return top
 

@@ -5,7 +5,6 @@
 prints a JSON object.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -32,7 +31,6 @@ from experiments.bench import foreign
 from experiments.common import sm90
 from experiments.common.layer_cases import Shape
 from experiments.common.meshes import placed
-from experiments.common.programs import positive_int
 from experiments.common.timing import OPTIONS
 from pallas_kernels.dispatch import devices
 
@@ -46,37 +44,17 @@ CASES: dict[str, tuple[str, Callable, Callable]] = {
     "bf16": ("bf16", lambda layer: layer, optax.adamw),
     "bf16, remat": ("bf16", _remat, optax.adamw),
 }
-_SIZES = {
-    "hidden": 4096,
-    "seq": 2048,
-    "batch": 4,
-    "intermediate": 11_008,
-    "kv_heads": 32,
-    "head_dim": 128,
-}
 # The number of equal layers that are traced after the first one.
 _FURTHER = 8
 _PACKAGES = ("coat_jax", "pallas_kernels")
-
-
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for a layer's sizes to a command line parser."""
-    for name, default in _SIZES.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=positive_int, default=default
-        )
-
-
-def sizes(args: argparse.Namespace) -> dict[str, int]:
-    """Returns the sizes of a layer from the command line; `batch` is per GPU."""
-    return {name: getattr(args, name) for name in _SIZES}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures the case in the only argument, a JSON object, and prints its row."""
     (text,) = sys.argv[1:] if argv is None else argv
     options = json.loads(text)
-    shape = Shape(**{name: options[name] for name in _SIZES})
+    names = (field.name for field in dataclasses.fields(Shape))
+    shape = Shape(**{name: options[name] for name in names})
     if options["case"] == "trace":
         row = traces(shape)
     else:

@@ -43,10 +43,17 @@ from experiments.common.foreign_layers import (
     made,
 )
 from experiments.common.layer_cases import CASES as LAYER_CASES
-from experiments.common.layer_cases import Shape, layer, normal, random_params, shape_of
+from experiments.common.layer_cases import (
+    LLAMA_3_8B,
+    Shape,
+    add_sizes,
+    layer,
+    normal,
+    random_params,
+    shape_of,
+)
 from experiments.common.programs import (
     new_parser,
-    positive_int,
     results_path,
     rows_to_join,
     usage_errors,
@@ -127,12 +134,7 @@ def parser() -> argparse.ArgumentParser:
     cases = [*CASES, *OWN_CASES]
     add("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="LAYER")
     add("--cases", nargs="+", choices=cases, default=cases, metavar="CASE")
-    add("--hidden", type=positive_int, default=4096)
-    add("--seq", type=positive_int, default=2048)
-    add("--batch", type=positive_int, default=4)
-    add("--intermediate", type=positive_int, default=14_336, help="of gated MLPs")
-    add("--kv-heads", type=positive_int, default=8)
-    add("--head-dim", type=positive_int, default=128)
+    add_sizes(top, LLAMA_3_8B)
     add_turns(top)
     add("--out", type=results_path, default=default_path("bench_foreign"))
     return top

@@ -24,7 +24,14 @@ import coat_jax as coat
 from experiments.bench.foreign import forward_backward
 from experiments.common import tables
 from experiments.common.foreign_layers import made
-from experiments.common.layer_cases import Shape, normal, random_params, shape_of
+from experiments.common.layer_cases import (
+    LLAMA_3_8B,
+    Shape,
+    add_sizes,
+    normal,
+    random_params,
+    shape_of,
+)
 from experiments.common.programs import (
     new_parser,
     positive_int,
@@ -56,12 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     top = new_parser("experiments.bench.offload", __doc__)
     add = top.add_argument
     add("--layers", type=positive_int, default=8)
-    add("--hidden", type=positive_int, default=4096)
-    add("--seq", type=positive_int, default=2048)
-    add("--batch", type=positive_int, default=4)
-    add("--intermediate", type=positive_int, default=14_336)
-    add("--kv-heads", type=positive_int, default=8)
-    add("--head-dim", type=positive_int, default=128)
+    add_sizes(top, LLAMA_3_8B)
     add_turns(top)
     add("--out", type=results_path, default=default_path("bench_offload"))
     args = top.parse_args(argv)

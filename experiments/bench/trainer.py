@@ -38,7 +38,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import coat_jax as coat
 from experiments.common.foreign_layers import Modules, Qwen, QwenInXla
-from experiments.common.layer_cases import shape_of
+from experiments.common.layer_cases import Shape, add_sizes, shape_of
 from experiments.common.programs import (
     new_parser,
     positive_int,
@@ -92,14 +92,14 @@ def parser() -> argparse.ArgumentParser:
     top = new_parser("experiments.bench.trainer", __doc__)
     add = top.add_argument
     add("--trainer", choices=TRAINERS, default="flax")
-    add("--hidden", type=positive_int, default=2048)
+    add_sizes(
+        top,
+        Shape(
+            hidden=2048, seq=2048, batch=4, intermediate=6144, kv_heads=8, head_dim=128
+        ),
+    )
     add("--layers", type=positive_int, default=28)
-    add("--intermediate", type=positive_int, default=6144)
-    add("--kv-heads", type=positive_int, default=8)
-    add("--head-dim", type=positive_int, default=128)
     add("--vocab", type=positive_int, default=32_768)
-    add("--batch", type=positive_int, default=4)
-    add("--seq", type=positive_int, default=2048)
     add("--steps", type=positive_int, default=20, help="that are timed, after 3 others")
     add("--gpus", type=positive_int, nargs="+", metavar="N", help="with --trainer flax")
     add("--case", choices=CASES, help="runs this case alone, and prints its row")

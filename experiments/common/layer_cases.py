@@ -21,6 +21,7 @@ import coat_jax as coat
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.layers.recipes import RecipeName, Scaling
 from coat_jax.remat.policies import products_saveable
+from experiments.common.programs import positive_int
 
 # The most that a layer may save, by recipe, in U; see `Shape.unit`.
 TARGET_UNITS = {"coat": 8.3, "coat_max": 6.5}
@@ -133,6 +134,21 @@ class Shape:
         """Returns the abstract input, the residual stream in BF16."""
         shape = self.batch, self.seq, self.hidden
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+# The defaults of benchmarks: layers of two models at 4 x 2,048 tokens.
+LLAMA_2_7B = Shape(
+    hidden=4096, seq=2048, batch=4, intermediate=11_008, kv_heads=32, head_dim=128
+)
+LLAMA_3_8B = dataclasses.replace(LLAMA_2_7B, intermediate=14_336, kv_heads=8)
+
+
+def add_sizes(parser: argparse.ArgumentParser, default: Shape) -> None:
+    """Adds the options that `shape_of` reads to a parser, with their defaults."""
+    for name, size in dataclasses.asdict(default).items():
+        text = "of gated MLPs" if name == "intermediate" else None
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=positive_int, default=size, help=text)
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
