@@ -20,7 +20,7 @@ from coat_jax.models.hf.loading import Origin
 from experiments.common.trained import structure
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.files import is_tokens
-from experiments.training.runs import read_settings
+from experiments.training.record import read_settings
 from experiments.training.settings import RECIPES, Recipe, Settings, model_config
 from experiments.training.trainer import Trainer
 

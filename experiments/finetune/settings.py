@@ -9,7 +9,8 @@ from coat_jax.models.hf.quantized import FP8Format
 from experiments.finetune.checkers import load_checker
 from experiments.finetune.encoding import Loss, Markup
 from experiments.finetune.tasks import FAMILIES
-from experiments.training.runs import Run, read_settings
+from experiments.training.record import read_settings
+from experiments.training.runs import Run
 from experiments.training.settings import (
     COAT_RECIPES,
     PRESETS,

@@ -27,22 +27,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from experiments.common.results import command_line, read_json, replace_file, write_json
+from experiments.common.results import command_line, replace_file
 from experiments.training.checkpoints import Checkpoints, Progress
-from experiments.training.checksums import file_checksum, value_checksum
+from experiments.training.checksums import file_checksum
+from experiments.training.record import LEFTOVERS, LOCK, RUN, read_record, write_record
 from experiments.training.rows import NoRows, RowLog, read_rows, rows_checksum
 from experiments.training.settings import Recipe, Settings
 
 Log = Literal["metrics", "moments", "health"]
-_RUN, _METRICS, _HEALTH, _LOCK = "run.json", "metrics.jsonl", "health.jsonl", "lock"
-_LEFTOVERS = {_LOCK, "tokenizer.json", f"{_RUN}.partial"}
-_RUN_ENTRIES = {"settings", "data", "steps", "command"}
-_NEWER_ENTRIES = {"schedule_steps", "files", "checksum"}
+_METRICS, _HEALTH = "metrics.jsonl", "health.jsonl"
 # The settings that do not affect steps already done. A resumed run may also have more
 # steps.
 _CHANGEABLE = {"keep", "save_every", "bad_step", "spike", "health_every", "accumulate"}
-# A setting that may change until the first step that it is about.
-_CHANGEABLE |= {"bf16_last"}
+_CHANGEABLE |= {"bf16_last"}  # Until the first step that it changes.
 # The settings that are paths of inputs. `check_data` compares the inputs' hash.
 _PLACES = {"data", "test", "model"}
 
@@ -118,7 +115,7 @@ class Run:
             "command": command_line(),
             "files": {file.name: file_checksum(file) for file in files},
         }
-        _write_record(folder, record)
+        write_record(folder, record)
         return cls(folder, record, lock)
 
     @classmethod
@@ -156,11 +153,11 @@ class Run:
           ValueError: If there is no run in `folder`, another process writes to it, its
             files are damaged, or its settings differ from `overrides`.
         """
-        if not (folder / _RUN).exists():
+        if not (folder / RUN).exists():
             raise ValueError(
-                f"--resume needs a run's folder, got {folder} without {folder / _RUN}"
+                f"--resume needs a run's folder, got {folder} without {folder / RUN}"
             )
-        record = _read_record(folder, cls.kind)
+        record = read_record(folder, cls.kind)
         lock = _locked(folder)
         run = cls(folder, record, lock)
         run._change(overrides)
@@ -210,7 +207,7 @@ class Run:
             return
         if json.loads(json.dumps(record)) != json.loads(json.dumps(self._record)):
             self._record = record
-            _write_record(self.folder, record)
+            write_record(self.folder, record)
 
     def check_data(self, fingerprint: str) -> None:
         """Raises ValueError if the data changed since the run began."""
@@ -346,7 +343,7 @@ def check_unused(folder: Path) -> None:
     part of run.json.
     """
     if folder.exists() and (
-        not folder.is_dir() or {p.name for p in folder.iterdir()} - _LEFTOVERS
+        not folder.is_dir() or {p.name for p in folder.iterdir()} - LEFTOVERS
     ):
         raise ValueError(
             f"--out must be new or an empty folder, but {folder} is not; --resume "
@@ -360,7 +357,7 @@ def _locked(folder: Path) -> int:
     Raises:
       ValueError: If another process has the lock.
     """
-    descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR)
+    descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -375,83 +372,7 @@ def latest(parent: Path) -> Path:
     Raises:
       ValueError: If there is no run.
     """
-    run_files = sorted(parent.glob(f"*/{_RUN}"), key=lambda path: path.stat().st_mtime)
+    run_files = sorted(parent.glob(f"*/{RUN}"), key=lambda path: path.stat().st_mtime)
     if not run_files:
         raise ValueError(f"--resume found no run in {parent}/")
     return run_files[-1].parent
-
-
-def _write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Writes run.json with a checksum of the other entries."""
-    write_json(folder / _RUN, record | {"checksum": value_checksum(record)})
-
-
-def read_settings(folder: Path) -> Settings:
-    """Returns the settings of a run, even while another process writes to it.
-
-    Raises:
-      ValueError: If there is no run in `folder`, or its run.json is damaged.
-    """
-    if not (folder / _RUN).exists():
-        raise ValueError(f"there is no run in {folder}: it has no {_RUN}")
-    return Settings.from_json(_read_record(folder, Settings)["settings"])
-
-
-def _read_record(folder: Path, kind: type[Settings]) -> dict[str, Any]:
-    """Returns the contents of run.json without the checksum.
-
-    Raises:
-      ValueError: If the file is damaged, or of another program.
-    """
-    path = folder / _RUN
-    try:
-        record = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(record, dict) or not (
-        _RUN_ENTRIES <= record.keys() <= _RUN_ENTRIES | _NEWER_ENTRIES
-    ):
-        raise ValueError(f"{path} is damaged: its entries are not those of a run")
-    checksum = record.pop("checksum", None)
-    if checksum not in (None, value_checksum(record)):
-        raise ValueError(
-            f"{path} is damaged: it does not have its checksum; if the change is "
-            'meant, remove the entry "checksum"'
-        )
-    _check_program(path, record["settings"], kind)
-    try:
-        _check_record(record, kind)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    return record
-
-
-def _check_program(path: Path, settings: Any, kind: type[Settings]) -> None:
-    """Raises ValueError if another program wrote the settings of a run.
-
-    All runs of fine-tuning, also of older versions, have the setting `base`.
-    """
-    fields = {field.name for field in dataclasses.fields(kind)}
-    written, needed = (
-        "experiments.finetune" if "base" in names else "experiments.pretrain"
-        for names in (settings if isinstance(settings, dict) else fields, fields)
-    )
-    if written != needed:
-        raise ValueError(f"{path} is of {written}, not of {needed}")
-
-
-def _check_record(record: Mapping[str, Any], kind: type[Settings]) -> None:
-    """Raises ValueError unless all entries of run.json have valid values."""
-    settings = kind.from_json(record["settings"])
-    steps, files = record["steps"], record.get("files", {})
-    for name in ("steps", "schedule_steps"):
-        count = record.get(name, steps)
-        counted = type(count) is int and count > 0
-        if not counted and (count is not None or settings.minutes is None):
-            raise ValueError(f"{name} must be a positive integer, got {count!r:.100}")
-    for name in ("data", "command"):
-        if not isinstance(record[name], str):
-            raise ValueError(f"{name} must be a string, got {record[name]!r:.100}")
-    # A run has no other files, and reading a file such as /dev/zero would never end.
-    if not isinstance(files, dict) or not files.keys() <= _LEFTOVERS:
-        raise ValueError(f"files must be of the run, got {files!r:.100}")

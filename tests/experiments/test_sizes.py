@@ -8,7 +8,8 @@ from helpers.main_job import untrained, write_letters
 
 from experiments.finetune import settings as finetuning
 from experiments.pretrain import program as pretrain
-from experiments.training import arguments, job, runs
+from experiments.training import arguments, job
+from experiments.training.record import read_settings
 from experiments.training.settings import PRESETS, Settings, model_config
 from experiments.training.trainer import Trainer
 
@@ -106,7 +107,7 @@ def test_a_run_trains_and_records_its_sizes(tmp_path):
 
 
 def test_the_trained_model_has_the_sizes_of_the_run(run):
-    settings = runs.read_settings(run)
+    settings = read_settings(run)
     trainer = Trainer(model_config(settings, "bf16", 257), settings, steps=1)
     shapes = trainer.abstract_state().params["layers"]
     assert {leaf.shape[0] for leaf in jax.tree.leaves(shapes)} == {1}
@@ -127,4 +128,4 @@ def test_runs_of_before_there_were_sizes_can_be_read(run):
     record = json.loads((run / "run.json").read_text())
     settings = {k: v for k, v in record["settings"].items() if k != "layers"}
     assert Settings.from_json(settings).sizes == {}
-    assert runs.read_settings(run).sizes == {"layers": 1}
+    assert read_settings(run).sizes == {"layers": 1}
